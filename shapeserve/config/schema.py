@@ -1,0 +1,594 @@
+"""The configuration: frozen values with unit, default and effect of every key.
+
+Built with ``ServeConfig.from_yaml`` or ``from_dict``; ``shapeserve.config.load`` turns what
+pydantic finds into a ``ConfigError``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from shapeserve.buckets import BATCH
+from shapeserve.config.load import Document
+from shapeserve.config.paths import is_package_path, model_directory
+
+# Strict, because YAML reads `yes` as true and pydantic would read true as 1.
+Int = Annotated[int, Strict()]
+Float = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+Bool = Annotated[bool, Strict()]
+Name = Annotated[str, Field(min_length=1)]
+
+Axis = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+DType = Literal["float32", "float16", "bfloat16", "int64", "int32", "bool", "uint8"]
+OverMax = Literal["fallback", "split", "truncate", "reject"]
+
+
+def _yaml_switch(value: object) -> object:
+    """Undo YAML 1.1, which reads a bare ``on`` or ``off`` as a boolean."""
+    return ("on" if value else "off") if isinstance(value, bool) else value
+
+
+def problem(message: str, *at: str | int) -> PydanticCustomError:
+    """Return a validation error whose place is ``at`` below the value being validated."""
+    return PydanticCustomError("shapeserve", "{message}", {"message": message, "at": at})
+
+
+def _check_dim(dim: int | str) -> int | str:
+    if isinstance(dim, int) and dim < 1:
+        raise problem(f"dim {dim} is below 1; write the size of a fixed dimension or an axis name")
+    if isinstance(dim, str) and not dim.isidentifier():
+        raise problem(f"dim {dim!r} is no axis name; use letters, digits and _, as in seq")
+    return dim
+
+
+Dim = Annotated[Int | str, AfterValidator(_check_dim)]
+
+
+def _field(effect: str, unit: str, default: Any = ..., **constraints: Any) -> Any:
+    """Declare a field whose description says effect, unit and default."""
+    shown = default.model_dump() if isinstance(default, BaseModel) else default
+    stated = "required" if default is ... else f"default: {'unset' if shown is None else shown}"
+    return Field(default, description=f"{effect} (unit: {unit}; {stated})", **constraints)
+
+
+class _Frozen(BaseModel):
+    """Immutable, and refuses keys that it does not know."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, data: object) -> object:
+        if not isinstance(data, Mapping):
+            return data
+        shown = [field.alias or name for name, field in cls.model_fields.items()]
+        for key in data:
+            if key not in shown and key not in cls.model_fields:
+                raise problem(f"unknown key {key!r}; {_suggest(key, shown)}", key)
+        return data
+
+
+def _suggest(key: object, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(str(key), known, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}Known keys: {', '.join(sorted(known))}"
+
+
+class Linear(_Frozen):
+    """Sizes ``min``, ``min + step``, ... ``max``."""
+
+    min: Int = _field("Smallest size.", "elements", ge=1)
+    max: Int = _field("Largest size, always a bucket.", "elements", ge=1)
+    step: Int = _field("Distance between neighbouring sizes.", "elements", ge=1)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        _check_min_max(self.min, self.max)
+        return self
+
+
+class Exponential(_Frozen):
+    """Sizes that grow by ``ratio``, each rounded up to ``align``, and ``max``."""
+
+    min: Int = _field("Smallest size.", "elements", ge=1)
+    max: Int = _field("Largest size, always a bucket.", "elements", ge=1)
+    ratio: Float = _field("Growth from one size to the next.", "factor > 1", 2.0, le=1024)
+    align: Int = _field("Every size but `max` is a multiple of it.", "elements", 1, ge=1)
+
+    @model_validator(mode="after")
+    def _sensible(self) -> Self:
+        _check_min_max(self.min, self.max)
+        if self.ratio <= 1:
+            raise problem(
+                f"ratio {self.ratio:g} does not grow; it must be above 1, for example 1.3", "ratio"
+            )
+        if self.min % self.align and self.min != self.max:
+            up = math.ceil(self.min / self.align) * self.align
+            raise problem(
+                f"min {self.min} is not a multiple of align {self.align}; use min: {up}, "
+                "or another align",
+                "min",
+            )
+        return self
+
+
+def _check_min_max(low: int, high: int) -> None:
+    if low > high:
+        raise problem(f"min {low} is above max {high}; swap them or raise max", "min")
+
+
+class AxisPolicy(_Frozen):
+    """How the sizes of one axis are made: exactly one of the three ways."""
+
+    explicit: tuple[Int, ...] | None = _field("The sizes themselves, ascending.", "elements", None)
+    linear: Linear | None = _field("Sizes at a fixed distance.", "elements", None)
+    exponential: Exponential | None = _field("Sizes at a fixed ratio.", "elements", None)
+
+    @field_validator("explicit")
+    @classmethod
+    def _ascending(cls, sizes: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if sizes is None:
+            return None
+        if not sizes:
+            raise problem("no size is given; list at least one, for example [32, 64, 128]")
+        for i, size in enumerate(sizes):
+            if size < 1:
+                raise problem(f"size {size} is below 1; remove it", i)
+            if i and size == sizes[i - 1]:
+                raise problem(f"size {size} is there twice; remove one", i)
+            if i and size < sizes[i - 1]:
+                remedy = f"sort them: {_short(sorted(set(sizes)))}"
+                raise problem(f"size {size} comes after {sizes[i - 1]}; {remedy}", i)
+        return sizes
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        ways = [way for way in ("explicit", "linear", "exponential") if getattr(self, way)]
+        if len(ways) != 1:
+            given = " and ".join(ways) or "none"
+            raise problem(f"{given} given; give exactly one of explicit, linear, exponential")
+        return self
+
+    @property
+    def largest(self) -> int:
+        """The largest size that this policy makes."""
+        return self._ends[1]
+
+    @property
+    def smallest(self) -> int:
+        """The smallest size that this policy makes."""
+        return self._ends[0]
+
+    @property
+    def largest_key(self) -> tuple[str | int, ...]:
+        """Where the largest size stands in the config, for error messages."""
+        if self.explicit:
+            return ("explicit", len(self.explicit) - 1)
+        return ("linear" if self.linear else "exponential", "max")
+
+    @property
+    def _ends(self) -> tuple[int, int]:
+        if made := self.linear or self.exponential:
+            return made.min, made.max
+        sizes = self.explicit or ()  # never empty: _one_way has seen to it
+        return sizes[0], sizes[-1]
+
+
+def _short(sizes: Sequence[int]) -> str:
+    if len(sizes) <= 12:
+        return str(list(sizes))
+    return f"[{', '.join(map(str, sizes[:11]))}, ... {sizes[-1]}]"
+
+
+Policy = Mapping[Axis, AxisPolicy]
+"""Axis -> how its sizes are made. An axis that is left out gets the default of the device."""
+
+
+class InputSpec(_Frozen):
+    """One input tensor of a model given by ``import``."""
+
+    dtype: DType = _field("Element type.", "word")
+    dims: tuple[Dim, ...] = _field(
+        "Names of dynamic axes and sizes of fixed ones; the first is `batch`.", "elements"
+    )
+    pad: Float | Int = _field("Value written where a row is shorter than its bucket.", "value", 0)
+    make: Literal["mask", "positions"] | None = _field(
+        "Made by the layout instead of sent by the caller: `mask` is 1 on real positions of the "
+        "second dim, `positions` counts them from 0.",
+        "word",
+        None,
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        _check_batch_first(self.dims)
+        if self.make and (len(self.dims) < 2 or not isinstance(self.dims[1], str)):
+            raise problem(f"make: {self.make} needs an axis as second dim, as [batch, seq]", "make")
+        if not self.dtype.startswith(("float", "bfloat")) and self.pad != int(self.pad):
+            raise problem(f"pad {self.pad} is not a whole number, but dtype is {self.dtype}", "pad")
+        return self
+
+
+class OutputSpec(_Frozen):
+    """One output tensor of a model given by ``import``."""
+
+    dtype: DType = _field("Element type.", "word")
+    dims: tuple[Dim, ...] = _field(
+        "As for inputs; the padding is cut off along every axis named here.", "elements"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        _check_batch_first(self.dims)
+        return self
+
+
+def _check_batch_first(dims: tuple[int | str, ...]) -> None:
+    if not dims or dims[0] != BATCH:
+        raise problem(f"dims {list(dims)} must begin with batch, as [batch, seq]", "dims")
+
+
+class RareShape(_Frozen):
+    """What happens to rows that no bucket fits well, for one axis."""
+
+    over_max: OverMax = _field(
+        "A row longer than the largest bucket: run it in the dynamic-shape fallback, split it "
+        "into pieces, truncate it to the largest bucket, or reject it.",
+        "word",
+        "fallback",
+    )
+    max_padding_waste: Float = _field(
+        "A row whose cheapest bucket would be padding for more than this share goes to the "
+        "fallback; 1 never does.",
+        "share of the padded row, 0 to 1",
+        0.6,
+        gt=0,
+        le=1,
+    )
+    guard_min: Int = _field("Buckets up to this size are never too wasteful.", "elements", 64, ge=1)
+
+
+class Limits(_Frozen):
+    """Bounds on rows, batches and the queue."""
+
+    max_length: Int | None = _field(
+        "Largest bucket size of every axis but `batch`; unset means the model's own.",
+        "elements",
+        None,
+        ge=1,
+    )
+    hard_limit: Int | None = _field(
+        "Longest row that runs at all; between `max_length` and this `rare_shapes` decides. "
+        "Unset means the model's own, such as the size of its position table.",
+        "elements",
+        None,
+        ge=1,
+    )
+    max_rows: Int = _field("Rows that one request may carry.", "rows", 2048, ge=1)
+    max_batch_tokens: Int = _field(
+        "Buckets of a larger area are not built, except the smallest batch of each row shape.",
+        "padded elements",
+        8192,
+        ge=1,
+    )
+    max_queue_rows: Int = _field("More waiting rows are refused with 429.", "rows", 4096, ge=1)
+    max_queue_tokens: Int = _field(
+        "More waiting elements are refused with 429.", "padded elements", 1_000_000, ge=1
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        longest = self.hard_limit or self.max_length
+        if self.max_length and self.hard_limit and self.max_length > self.hard_limit:
+            raise problem(
+                f"max_length {self.max_length} is above hard_limit {self.hard_limit}; lower "
+                "max_length or raise hard_limit",
+                "max_length",
+            )
+        if longest and longest > self.max_queue_tokens:
+            raise problem(
+                f"max_queue_tokens {self.max_queue_tokens} would never admit a row of {longest}; "
+                f"use {longest} or more",
+                "max_queue_tokens",
+            )
+        return self
+
+
+class CompileConfig(_Frozen):
+    """How variants are built."""
+
+    tier: Literal["auto", "eager", "compiled", "graph"] = _field(
+        "Tier of the variants: `auto` is `graph` on CUDA and `compiled` on the CPU.", "word", "auto"
+    )
+    freeze: Annotated[Literal["auto", "on", "off"], BeforeValidator(_yaml_switch)] = _field(
+        "Pack the weights as constants of the compiled program: faster, longer start. `auto` "
+        "does it on the CPU where the result is verified.",
+        "word",
+        "auto",
+    )
+    backend: Literal["inductor", "eager"] = _field(
+        "What torch.compile generates code with. `eager` traces and guards only: a start within "
+        "seconds and no speed, for tests.",
+        "word",
+        "inductor",
+    )
+    strict: Bool = _field(
+        "Refuse to start when a variant cannot be built, instead of serving it at a lower tier.",
+        "true or false",
+        False,
+    )
+
+
+class Batching(_Frozen):
+    """When a batch is dispatched; its largest size comes from ``policy.batch``."""
+
+    batch_wait_timeout_s: Float = _field(
+        "Longest wait of a row for more rows while the device is free. 0 never waits.",
+        "seconds",
+        0.0,
+        ge=0,
+    )
+
+
+class ModelConfig(_Frozen):
+    """One served model, from a directory (``path``) or from code (``import``)."""
+
+    name: Name | None = _field(
+        "Name in requests and metrics; unset means the model's own.", "word", None
+    )
+    aliases: tuple[Name, ...] = _field("Further names that requests may use.", "words", ())
+    path: Name | None = _field(
+        "Model directory in sentence-transformers or Hugging Face form, relative to the config "
+        "file; or `package:NAME` for the one inside an installed Python package.",
+        "path",
+        None,
+    )
+    import_: str | None = _field(
+        "Factory of a torch module, as `package.module:function`; needs `inputs` and `outputs`.",
+        "dotted name",
+        None,
+        alias="import",
+        pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$",
+    )
+    inputs: Mapping[Name, InputSpec] | None = _field(
+        "Inputs of an imported module, in call order.", "specs", None
+    )
+    outputs: Mapping[Name, OutputSpec] | None = _field(
+        "Outputs of an imported module, in return order.", "specs", None
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = _field(
+        "Type of weights and arithmetic.", "word", "float32"
+    )
+    device: Literal["auto", "cpu", "cuda"] = _field(
+        "Where the model runs: `auto` is CUDA if there is one.", "word", "auto"
+    )
+    layout: Literal["auto", "padded", "packed"] = _field(
+        "How rows are laid out in a batch.", "word", "auto"
+    )
+    policy: Policy = _field(
+        "What buckets there are: axis -> sizes. Axes left out get the default of the device.",
+        "axes",
+        {},
+    )
+    rare_shapes: Mapping[Axis, RareShape] = _field(
+        "What happens to rows that no bucket fits well: axis -> rules.", "axes", {}
+    )
+    limits: Limits = _field("Bounds on rows, batches and the queue.", "section", Limits())
+    compile: CompileConfig = _field("How variants are built.", "section", CompileConfig())
+    batching: Batching = _field("When a batch is dispatched.", "section", Batching())
+    trust_remote_code: Bool = _field(
+        "Run Python code that comes with the model directory.", "true or false", False
+    )
+    padding_invariant: Bool | None = _field(
+        "Whether padding leaves answers unchanged. False runs every row at its exact size in the "
+        "fallback; unset trusts the model and tests it at start.",
+        "true or false",
+        None,
+    )
+    threads: Int | None = _field(
+        "CPU threads of the model; unset means all cores it may use.", "threads", None, ge=1
+    )
+
+    @field_validator("layout")
+    @classmethod
+    def _available(cls, layout: str) -> str:
+        if layout == "packed":
+            raise problem("layout packed is not available yet; use padded or auto")
+        return layout
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.import_ is None):
+            given = "neither is" if self.path is None else "both are"
+            raise problem(f"a model needs exactly one of path and import; {given} given")
+        if self.import_ and not (self.inputs and self.outputs):
+            raise problem("import needs inputs and outputs; declare at least one of each", "import")
+        if self.path and (self.inputs is not None or self.outputs is not None):
+            key = "inputs" if self.inputs is not None else "outputs"
+            raise problem(f"{key} belongs to import; a model directory brings its own", key)
+        return self
+
+    @model_validator(mode="after")
+    def _axes_exist(self) -> Self:
+        if BATCH in self.rare_shapes:
+            raise problem(
+                "batch has no rare shapes: rows beyond the largest batch are spread over several "
+                "batches; remove it",
+                "rare_shapes",
+                BATCH,
+            )
+        if self.inputs is None:
+            return self
+        axes = {dim for spec in self.inputs.values() for dim in spec.dims if isinstance(dim, str)}
+        for section in ("policy", "rare_shapes"):
+            for axis in getattr(self, section):
+                if axis not in axes:
+                    hint = _suggest(axis, sorted(axes)).replace("Known keys", "Axes")
+                    raise problem(f"no input has the axis {axis!r}; {hint}", section, axis)
+        for name, out in (self.outputs or {}).items():
+            for dim in out.dims:
+                if isinstance(dim, str) and dim not in axes:
+                    raise problem(f"no input has the axis {dim!r}", "outputs", name, "dims")
+        if all(spec.make for spec in self.inputs.values()):
+            raise problem("every input is made by the layout; leave make out of one", "inputs")
+        return self
+
+    @model_validator(mode="after")
+    def _buckets_within_limits(self) -> Self:
+        for axis, sizes in self.policy.items():
+            if axis != BATCH:
+                self._check_largest(axis, sizes)
+        return self
+
+    def _check_largest(self, axis: str, sizes: AxisPolicy) -> None:
+        last, at = sizes.largest, ("policy", axis, *sizes.largest_key)
+        hard, end = self.limits.hard_limit, self.limits.max_length
+        if hard and last > hard:
+            raise problem(
+                f"largest bucket {axis}={last} is above limits.hard_limit {hard}; end the policy "
+                f"at {min(hard, end or hard)}",
+                *at,
+            )
+        if end and last > end:
+            raise problem(
+                f"largest bucket {axis}={last} is above limits.max_length {end}; end the policy "
+                f"at {end} or raise limits.max_length to {last}",
+                *at,
+            )
+        if end and last < end:
+            raise problem(
+                f"largest bucket {axis}={last} does not cover limits.max_length {end}; end the "
+                f"policy at {end} or lower limits.max_length to {last}",
+                *at,
+            )
+
+
+class HttpConfig(_Frozen):
+    """The HTTP service."""
+
+    host: Name = _field("Address to listen on.", "address", "127.0.0.1")
+    port: Int = _field("Port to listen on.", "port", 8000, ge=1, le=65535)
+    replicas: Int = _field("Processes that each hold the models.", "processes", 1, ge=1)
+    max_body_bytes: Int = _field(
+        "Longer request bodies are refused with 413.", "bytes", 16_777_216, ge=1
+    )
+    proxy: Literal["fast", "default"] = _field(
+        "`fast` uses Ray Serve's HAProxy and throughput flags, `default` its Python proxy.",
+        "word",
+        "fast",
+    )
+    drain_s: Float = _field(
+        "Longest time to finish what is in flight when stopping.", "seconds", 10.0, ge=0
+    )
+
+
+class ServeConfig(_Frozen):
+    """Everything that a service needs: its models and its HTTP side."""
+
+    models: tuple[ModelConfig, ...] = _field("The served models.", "models")
+    serve: HttpConfig = _field("The HTTP service.", "section", HttpConfig())
+
+    @field_validator("models")
+    @classmethod
+    def _distinct(cls, models: tuple[ModelConfig, ...]) -> tuple[ModelConfig, ...]:
+        if not models:
+            raise problem("no model is given; list at least one with path or import")
+        seen: dict[str, int] = {}
+        for i, model in enumerate(models):
+            for name in (*((model.name,) if model.name else ()), *model.aliases):
+                if name in seen:
+                    raise problem(
+                        f"the name {name!r} is taken by models[{seen[name]}]; choose another", i
+                    )
+                seen[name] = i
+        return models
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> ServeConfig:
+        """Read a YAML file; relative model paths are taken from its directory.
+
+        Raises:
+            ConfigError: naming file, line, key, value, bound and remedy.
+        """
+        document = Document.from_yaml(path)
+        config = cls._validate(document)
+        base = Path(path).resolve().parent
+        models = tuple(_anchored(model, base) for model in config.models)
+        return config.model_copy(update={"models": models})
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ServeConfig:
+        """Build a config from plain data in the shape of the YAML file.
+
+        Raises:
+            ConfigError: naming key, value, bound and remedy.
+        """
+        return cls._validate(Document(data))
+
+    @classmethod
+    def for_model_dir(cls, path: str | Path, name: str | None = None) -> ServeConfig:
+        """Return the default config for one model directory (or ``package:NAME``).
+
+        Raises:
+            ConfigError: there is no such model directory.
+        """
+        directory = model_directory(str(path))
+        return cls.from_dict({"models": [{"path": str(directory), "name": name}]})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data with every default filled in; ``from_dict`` reads it back."""
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+    @classmethod
+    def _validate(cls, document: Document) -> ServeConfig:
+        try:
+            return cls.model_validate(document.data)
+        except ValidationError as error:
+            raise document.explain(error) from None
+
+
+def _anchored(model: ModelConfig, base: Path) -> ModelConfig:
+    """Make a relative path absolute: replicas run in other working directories."""
+    if model.path is None or is_package_path(model.path):
+        return model
+    return model.model_copy(update={"path": str(base / Path(model.path).expanduser())})
+
+
+def parse_policy(data: Mapping[str, Any]) -> Policy:
+    """Build a policy (axis -> sizes) from plain data, as in ``models[].policy``.
+
+    Raises:
+        ConfigError: naming key, value, bound and remedy.
+    """
+    try:
+        return _POLICY.validate_python(data)
+    except ValidationError as error:
+        raise Document(data).explain(error) from None
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema of the config file."""
+    return ServeConfig.model_json_schema(by_alias=True)
+
+
+_POLICY: TypeAdapter[Policy] = TypeAdapter(Policy)

@@ -1,0 +1,264 @@
+"""From a policy to a grid: size generators, and defaults derived from the model's maximum.
+
+Source of the defaults: on the CPU all buckets share one dynamic-shape program, so a bucket
+costs nothing and padding costs time; on CUDA every bucket is captured as a graph of its own
+(4 to 12 ms and some memory each on an H200), so their number is bounded.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
+
+from shapeserve.buckets import BATCH, Bucket, Grid
+from shapeserve.config import AxisPolicy, Exponential, Policy
+from shapeserve.errors import ConfigError
+
+Device = Literal["cpu", "cuda"]
+
+# Arbitrary: far above any useful policy, far below what hangs a start.
+MAX_AXIS_SIZES = 512
+MAX_BUCKETS = 4096
+# 66 = 9 seq x 8 batch sizes within 8192 tokens; captured in 4.3 s on an H200.
+MAX_DEFAULT_BUCKETS: Mapping[Device, int] = {"cpu": 256, "cuda": 66}  # cpu: arbitrary
+_BATCHES: Mapping[Device, tuple[int, ...]] = {
+    "cpu": (1, 2, 4, 8, 16, 32),
+    "cuda": (1, 2, 4, 8, 16, 32, 64, 128),
+}
+_ALIGN = 8  # vector and tensor-core tiles are multiples of 8 elements
+_FINE_STEPS_TO = 64  # steps of 8 up to here, then the step doubles whenever the size does
+# Tried from fine to coarse until the grid is small enough; inf means the maximum alone.
+_RATIOS = (1.15, 1.2, 1.25, 1.3, 1.4, 1.5, 1.6, 1.8, 2.0, 2.5, 3.0, 4.0, 8.0, 16.0, math.inf)
+
+
+def generate_axis(policy: AxisPolicy, axis: str = "axis") -> tuple[int, ...]:
+    """Return the sizes that a policy makes for one axis, ascending.
+
+    Args:
+        policy: one of explicit, linear, exponential; the last size is always its ``max``.
+        axis: name used in the error.
+
+    Raises:
+        ConfigError: more than ``MAX_AXIS_SIZES`` sizes.
+    """
+    sizes = tuple(itertools.islice(_sizes(policy), MAX_AXIS_SIZES + 1))
+    if len(sizes) > MAX_AXIS_SIZES:
+        raise ConfigError(
+            f"policy.{axis} makes more than {MAX_AXIS_SIZES} sizes; use a larger step, ratio "
+            "or align"
+        )
+    return sizes
+
+
+def _sizes(policy: AxisPolicy) -> Iterator[int]:
+    if policy.explicit:
+        yield from policy.explicit
+    elif policy.linear:
+        yield from range(policy.linear.min, policy.linear.max, policy.linear.step)
+        yield policy.linear.max
+    elif policy.exponential:
+        yield from _growing(policy.exponential)
+
+
+def _growing(spec: Exponential) -> Iterator[int]:
+    size = spec.min
+    while size < spec.max:
+        yield size
+        # 1e-9 keeps a product such as 50 * 1.1 = 55.00000000000001 from spilling over.
+        grown = math.ceil(size * spec.ratio / spec.align - 1e-9) * spec.align
+        size = max(grown, size + spec.align)
+    yield spec.max
+
+
+def grid_for(
+    axes: tuple[str, ...],
+    policy: Policy,
+    *,
+    device: Device,
+    max_batch_tokens: int,
+    max_sizes: Mapping[str, int],
+    hard_limits: Mapping[str, int] | None = None,
+    cost: Callable[[Bucket], float] | None = None,
+) -> Grid:
+    """Build the grid of a model: the product of its axes, within the area of one batch.
+
+    Args:
+        axes: the model's axes in the order of its tensors, ``batch`` among them.
+        policy: axis -> sizes; an axis that is left out gets the default for ``device``.
+        device: kind of device that the defaults are for.
+        max_batch_tokens: buckets of a larger area are left out, except the smallest batch
+            of each row shape, so that no row within the grid is without a bucket.
+        max_sizes: axis -> size at which the grid ends (the config's ``max_length``, else the
+            model's own); an axis without one takes it from the policy.
+        hard_limits: axis -> longest size that the model can execute.
+        cost: see ``Grid``.
+
+    Raises:
+        ConfigError: the policy names an axis that the model does not have, goes beyond a
+            limit, does not reach ``max_sizes``, makes more than ``MAX_BUCKETS`` buckets, or has
+            a batch size that is never used.
+    """
+    _check_axes(axes, policy, max_sizes)
+    for axis in policy:
+        if axis != BATCH:
+            _check_end(axis, policy[axis], max_sizes.get(axis), (hard_limits or {}).get(axis))
+    full = default_policy(
+        {axis: max_sizes.get(axis, 0) for axis in axes if axis != BATCH},
+        device,
+        max_batch_tokens=max_batch_tokens,
+        given=policy,
+    )
+    sizes = {axis: generate_axis(full[axis], axis) for axis in axes}
+    buckets = _product(sizes, max_batch_tokens, MAX_BUCKETS + 1)
+    if len(buckets) > MAX_BUCKETS:
+        made = " x ".join(f"{len(values)} {axis}" for axis, values in sizes.items())
+        raise ConfigError(
+            f"policy: {made} sizes make more than {MAX_BUCKETS} buckets; use fewer sizes per axis"
+        )
+    grid = Grid(axes, buckets, cost)
+    if BATCH in policy:
+        _check_batches_used(grid, sizes[BATCH], max_batch_tokens)
+    return grid
+
+
+def default_policy(
+    max_sizes: Mapping[str, int],
+    device: Device,
+    *,
+    max_batch_tokens: int = 8192,
+    given: Policy | None = None,
+) -> dict[str, AxisPolicy]:
+    """Return a policy for ``batch`` and every axis in ``max_sizes``.
+
+    Args:
+        max_sizes: axis other than ``batch`` -> largest size of its buckets.
+        device: ``cpu`` gets fine steps, ``cuda`` at most 66 buckets.
+        max_batch_tokens: area above which a bucket is not built, so does not count.
+        given: axes that are decided already and kept as they are.
+    """
+    policy = {BATCH: AxisPolicy(explicit=_BATCHES[device]), **(given or {})}
+    missing = [axis for axis in max_sizes if axis not in policy]
+    if not missing:
+        return policy
+    if device == "cpu" and missing == ["seq"] == list(max_sizes):
+        policy["seq"] = AxisPolicy(explicit=_stepped(max_sizes["seq"]))
+        return policy
+    for ratio in _RATIOS:
+        policy |= {axis: _exponential(axis, max_sizes[axis], ratio) for axis in missing}
+        sizes = {axis: generate_axis(p, axis) for axis, p in policy.items()}
+        limit = MAX_DEFAULT_BUCKETS[device]
+        if len(_product(sizes, max_batch_tokens, limit + 1)) <= limit:
+            break
+    return policy
+
+
+def _stepped(end: int) -> tuple[int, ...]:
+    """Return 8, 16 ... 64 in steps of 8, to 128 of 16, to 256 of 32, ... and ``end``."""
+    sizes, size, step = [], _ALIGN, _ALIGN
+    while size < end:
+        sizes.append(size)
+        if size >= _FINE_STEPS_TO and size & (size - 1) == 0:  # a power of two
+            step *= 2
+        size += step
+    return (*sizes, end)
+
+
+def _exponential(axis: str, end: int, ratio: float) -> AxisPolicy:
+    # Short texts are the rule, so seq starts at 8; an image or a recording of a sixteenth of
+    # the maximum is already rare (arbitrary).
+    start = _ALIGN if axis == "seq" else math.ceil(end / 16 / _ALIGN) * _ALIGN
+    if start >= end or ratio == math.inf:
+        return AxisPolicy(explicit=(end,))
+    return AxisPolicy(exponential=Exponential(min=start, max=end, ratio=ratio, align=_ALIGN))
+
+
+def _product(
+    sizes: Mapping[str, tuple[int, ...]], max_batch_tokens: int, stop: int
+) -> tuple[Bucket, ...]:
+    """Return the first ``stop`` buckets of the grid that these sizes make."""
+    made = (
+        Bucket(tuple(zip(sizes, combination, strict=True)))
+        for combination in itertools.product(*sizes.values())
+    )
+    smallest = sizes[BATCH][0] if BATCH in sizes else None
+    kept = (
+        bucket
+        for bucket in made
+        if bucket.area <= max_batch_tokens or bucket.as_dict().get(BATCH) == smallest
+    )
+    return tuple(itertools.islice(kept, stop))
+
+
+def _check_axes(axes: tuple[str, ...], policy: Policy, max_sizes: Mapping[str, int]) -> None:
+    for axis in policy:
+        if axis not in axes:
+            raise ConfigError(
+                f"policy.{axis}: the model has no axis {axis!r}, its axes are {', '.join(axes)}; "
+                "remove or rename it"
+            )
+    for axis in axes:
+        if axis != BATCH and axis not in policy and axis not in max_sizes:
+            raise ConfigError(
+                f"the model states no maximum for the axis {axis!r}; add policy.{axis} or "
+                "limits.max_length"
+            )
+
+
+def _check_end(axis: str, policy: AxisPolicy, end: int | None, hard: int | None) -> None:
+    last = policy.largest
+    if hard is not None and last > hard:
+        raise ConfigError(
+            f"policy.{axis}: the largest bucket {axis}={last} is above {hard}, the longest that "
+            f"the model can run; end the policy at {min(hard, end or hard)}"
+        )
+    if end is not None and last > end:
+        raise ConfigError(
+            f"policy.{axis}: the largest bucket {axis}={last} is above max_length {end}; end the "
+            f"policy at {end} or set limits.max_length to {last}"
+        )
+    if end is not None and last < end:
+        raise ConfigError(
+            f"policy.{axis}: the largest bucket {axis}={last} does not cover max_length {end}; "
+            f"end the policy at {end} or set limits.max_length to {last}"
+        )
+
+
+def _check_batches_used(grid: Grid, batches: tuple[int, ...], max_batch_tokens: int) -> None:
+    used = {bucket.size(BATCH) for bucket in grid.buckets}
+    for batch in batches:
+        if batch not in used:
+            row = min(math.prod(s for _, s in b.without(BATCH)) for b in grid.buckets)
+            raise ConfigError(
+                f"policy.batch: batch={batch} times the smallest row of {row} is {batch * row}, "
+                f"above limits.max_batch_tokens {max_batch_tokens}; remove {batch} or raise "
+                f"limits.max_batch_tokens to {batch * row}"
+            )
+
+
+def explain_default(
+    max_sizes: Mapping[str, int], device: Device, *, max_batch_tokens: int = 8192
+) -> str:
+    """Say in plain sentences why the default grid is what it is."""
+    policy = default_policy(max_sizes, device, max_batch_tokens=max_batch_tokens)
+    sizes = {axis: generate_axis(p, axis) for axis, p in policy.items()}
+    count = len(_product(sizes, max_batch_tokens, MAX_BUCKETS))
+    per_axis = "; ".join(f"{axis} {_list(values)}" for axis, values in sizes.items())
+    why = (
+        "On the CPU all buckets share one dynamic-shape program, so a further bucket costs no "
+        "compile and no memory, while padding costs time: the sizes are close together."
+        if device == "cpu"
+        else f"On CUDA every bucket is captured as a graph of its own, which costs start-up time "
+        f"and memory: there are at most {MAX_DEFAULT_BUCKETS['cuda']}, at the finest ratio that "
+        "allows it."
+    )
+    return (
+        f"{why} Sizes: {per_axis}. Combinations of more than {max_batch_tokens} padded elements "
+        f"(limits.max_batch_tokens) are left out, except the smallest batch; {count} buckets "
+        "remain."
+    )
+
+
+def _list(sizes: tuple[int, ...]) -> str:
+    return ", ".join(map(str, sizes))
