@@ -1,0 +1,1 @@
+"""Programs, tiers and compile accounting: how a bucket becomes a variant."""

@@ -1,0 +1,60 @@
+"""CUDA graph capture of one bucket.
+
+All graphs of a grid share one memory pool, are captured largest first by the one device thread on
+one long-lived stream, and are freed together: destroying a single graph can free a workspace that
+its siblings still use (pytorch#193402). A replay writes into the graph's own output tensors, which
+the next replay of any graph of the pool may overwrite; the layout copies rows out before that.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shapeserve.compile.program import Forward
+
+# Calls before a capture: compile, autotune, library handles and lazy module loads happen here and
+# must not happen inside (PyTorch's CUDA graph notes use 3).
+_WARM_CALLS = 3
+
+
+class GraphPool:
+    """The memory pool and the stream shared by all captures of a grid."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._device = device
+        self.bytes = 0
+
+    def capture(self, program: Forward, inputs: tuple[torch.Tensor, ...]) -> Forward:
+        """Capture ``program`` on these static input tensors.
+
+        Args:
+            program: a warm program; it must not compile, allocate on the host or synchronise.
+            inputs: views of the layout's static buffers; the replay reads their addresses.
+
+        Returns:
+            A callable with the program's signature that replays the graph and ignores its
+            arguments, because the layout has written them in place.
+
+        Raises:
+            RuntimeError: what torch raises when the program cannot be captured.
+        """
+        before = torch.cuda.memory_reserved(self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for _ in range(_WARM_CALLS):
+                program(*inputs)
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            outputs = program(*inputs)
+        self.bytes += max(torch.cuda.memory_reserved(self._device) - before, 0)
+
+        def replay(*_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            graph.replay()
+            return outputs
+
+        return replay

@@ -1,0 +1,166 @@
+"""Counts what torch really compiled, per model and phase.
+
+Every program is compiled through :class:`CountingBackend`, which Dynamo calls in the compiling
+thread once for each graph. That marks the thread; after the call returns, :meth:`collect` reads
+Dynamo's own record of those compiles and moves it into the metrics. A call that compiled nothing
+costs one attribute read.
+
+Why not ``torch._dynamo.callback``: its start callback fires only for the outermost pending compile
+of the *process*, so a recompile beside a background compile of another thread would be missed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch._dynamo.utils as dynamo_utils
+from torch._guards import CompileContext
+
+from shapeserve.metrics import CacheResult, CompilePhase, CompileStage, RecompileReason
+
+if TYPE_CHECKING:
+    import torch
+
+    from shapeserve.metrics import Metrics
+
+log = logging.getLogger("shapeserve.compile")
+
+# Dynamo keeps its last 64 records by default; a grid's warm-up may write more before we read them.
+_RECORDS_KEPT = 4096
+
+
+class _ThreadMarks(threading.local):
+    """Compile ids seen by the backend in this thread since the last ``collect``."""
+
+    def __init__(self) -> None:
+        self.compile_ids: set[str] = set()
+
+
+_MARKS = _ThreadMarks()
+
+
+class CountingBackend:
+    """A Dynamo backend that notes the compile and delegates to the real one."""
+
+    def __init__(self, compiler: Callable[..., Any], name: str) -> None:
+        self._compiler = compiler
+        self.__name__ = name  # what Dynamo prints as the backend's name
+
+    def __call__(
+        self, gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor], **kwargs: Any
+    ) -> Any:
+        """Note the compile of this thread, then compile."""
+        _MARKS.compile_ids.add(str(CompileContext.current_compile_id()))
+        return self._compiler(gm, example_inputs, **kwargs)
+
+
+@dataclass(frozen=True)
+class CompileEvent:
+    """One Dynamo compile as torch recorded it.
+
+    ``seconds`` maps a stage to its time; ``recompile_reason`` is the full text of the failed guard,
+    or None for the first compile of a code object.
+    """
+
+    compile_id: str
+    name: str
+    seconds: dict[CompileStage, float] = field(default_factory=dict)
+    recompile_reason: str | None = None
+    cache_hits: int = 0
+    cache_misses: int = 0
+
+
+class CompileMonitor:
+    """Moves the compiles of one model from torch's records into its metrics.
+
+    Thread rule: call :meth:`collect` in the thread that ran the program.
+    """
+
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self._metrics = metrics
+        self._model = model
+        dynamo_utils.set_compilation_metrics_limit(_RECORDS_KEPT)
+
+    def collect(self, phase: CompilePhase) -> tuple[CompileEvent, ...]:
+        """Return and count the compiles of this thread since the last call; empty is the rule."""
+        if not _MARKS.compile_ids:
+            return ()
+        ids, _MARKS.compile_ids = _MARKS.compile_ids, set()
+        records = {
+            str(r.compile_id): r
+            for r in dynamo_utils.get_compilation_metrics()
+            if r.compile_id is not None and not r.is_runtime and str(r.compile_id) in ids
+        }
+        events = tuple(_event(cid, records.get(cid)) for cid in sorted(ids))
+        for event in events:
+            self._count(event, phase)
+        return events
+
+    def _count(self, event: CompileEvent, phase: CompilePhase) -> None:
+        metrics, model = self._metrics, self._model
+        for stage, seconds in event.seconds.items():
+            metrics.compiles_total.labels(model=model, stage=stage, phase=phase).inc()
+            metrics.compile_seconds_total.labels(model=model, stage=stage, phase=phase).inc(seconds)
+        for result, n in (
+            (CacheResult.HIT, event.cache_hits),
+            (CacheResult.MISS, event.cache_misses),
+        ):
+            metrics.compile_cache_total.labels(model=model, result=result).inc(n)
+        if phase is CompilePhase.REQUEST:
+            reason = classify_recompile(event.recompile_reason)
+            metrics.recompiles_total.labels(model=model, reason=reason).inc()
+            log.error(
+                "recompile on the request path of model %s: %s (%s)",
+                model,
+                event.name,
+                event.recompile_reason or "first compile of this code",
+            )
+
+
+def _event(compile_id: str, record: Any | None) -> CompileEvent:
+    """Read one of torch's records; a missing one still counts as a compile."""
+    if record is None:
+        return CompileEvent(compile_id, "unknown", {CompileStage.DYNAMO: 0.0})
+    # Torch's figures are cumulative (each stage holds the next one), the metric's are not.
+    dynamo = (record.dynamo_cumulative_compile_time_us or 0) / 1e6
+    aot = (record.aot_autograd_cumulative_compile_time_us or 0) / 1e6
+    inductor = (record.inductor_cumulative_compile_time_us or 0) / 1e6
+    return CompileEvent(
+        compile_id=compile_id,
+        name=record.co_name or "unknown",
+        seconds={
+            CompileStage.DYNAMO: max(dynamo - aot, 0.0),
+            CompileStage.AOT: max(aot - inductor, 0.0),
+            CompileStage.INDUCTOR: inductor,
+        },
+        recompile_reason=record.recompile_reason,
+        cache_hits=record.inductor_fx_local_cache_hit_count or 0,
+        cache_misses=record.inductor_fx_local_cache_miss_count or 0,
+    )
+
+
+# Guard texts as torch 2.11-2.14 writes them; the first word found wins.
+_REASONS: tuple[tuple[str, RecompileReason], ...] = (
+    ("size mismatch", RecompileReason.SHAPE),
+    ("stride mismatch", RecompileReason.STRIDE),
+    ("dtype mismatch", RecompileReason.DTYPE),
+    ("dispatch key set mismatch", RecompileReason.TENSOR_KIND),
+    ("GLOBAL_STATE", RecompileReason.GLOBAL_STATE),
+    ("grad_mode", RecompileReason.GLOBAL_STATE),
+    (".size()[", RecompileReason.SHAPE),
+    ("duck", RecompileReason.SHAPE),
+)
+
+
+def classify_recompile(text: str | None) -> RecompileReason:
+    """Map the guard text to the closed set of reasons that a metric label may carry."""
+    if text is None:
+        return RecompileReason.FIRST_COMPILE
+    for needle, reason in _REASONS:
+        if needle in text:
+            return reason
+    return RecompileReason.OTHER

@@ -1,0 +1,73 @@
+"""One callable of the model: eager, or compiled once for a family of shapes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from shapeserve.compile.monitor import CountingBackend
+
+Forward = Callable[..., tuple[torch.Tensor, ...]]
+
+_SERIAL = itertools.count()
+
+
+def compiler_backend(name: str) -> Callable[..., Any]:
+    """Return torch's compiler function for ``inductor`` or ``eager`` (trace and guard only)."""
+    if name == "eager":
+        return lambda gm, example_inputs: gm.forward
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx
+
+
+def compiled(module: torch.nn.Module, name: str, *, backend: str) -> Forward:
+    """Wrap ``module`` as a dynamic-shape program with a code object of its own.
+
+    The code object is copied because Dynamo keeps its cache entries, and counts its
+    ``recompile_limit`` of 8, on it: programs that shared one would push each other into eager
+    without a word. ``fullgraph`` turns the remaining silent cases into errors.
+
+    Guards on the module's weights and attributes are dropped where torch allows it: a serving
+    module is frozen, and checking a few hundred of them costs 0.3-0.6 ms a call on the CPU. Those
+    on shapes, dtypes and the global state (grad mode, threads) stay.
+    """
+
+    def forward(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs: tuple[torch.Tensor, ...] = module(*inputs)
+        return outputs
+
+    own = _with_own_code(forward, f"{name}_{next(_SERIAL)}")
+    keep = getattr(torch.compiler, "keep_portable_guards_unsafe", None)
+    program: Forward = torch.compile(
+        own,
+        backend=CountingBackend(compiler_backend(backend), f"shapeserve_{backend}"),
+        dynamic=True,
+        fullgraph=True,
+        options={"guard_filter_fn": keep} if keep else None,
+    )
+    return program
+
+
+def _with_own_code(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Copy ``fn`` with a fresh code object called ``name`` (it names every torch record)."""
+    code = fn.__code__.replace(co_name=name, co_qualname=name)
+    return types.FunctionType(code, fn.__globals__, name, fn.__defaults__, fn.__closure__)
+
+
+@contextlib.contextmanager
+def freezing(enabled: bool) -> Iterator[None]:
+    """Compile with the weights as packed constants.
+
+    Both Dynamo (parameters as attributes) and Inductor (constant folding, packed linear layers)
+    read this option from the global configuration; given through ``options=`` it packs nothing.
+    """
+    import torch._inductor.config as inductor_config
+
+    with inductor_config.patch(freezing=enabled):
+        yield

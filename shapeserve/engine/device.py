@@ -1,0 +1,127 @@
+"""The device thread: the one thread that touches the model after it is loaded.
+
+It runs jobs (warm-up steps, policy swaps) and batches, one at a time. One long-lived thread,
+because CUDA graph capture, library handles and OpenMP pools all belong to the thread that made
+them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+import torch
+
+log = logging.getLogger("shapeserve.engine")
+
+T = TypeVar("T")
+Work = Callable[[], None]
+
+
+class DeviceThread:
+    """Runs work until it is closed or dies.
+
+    Args:
+        next_work: called with the lock held; returns the next batch to run, or None.
+        next_wakeup: called with the lock held; seconds until ``next_work`` may have something
+            although nobody notifies, or None.
+        on_death: called once, without the lock, with whatever killed the thread.
+        threads: CPU threads of the model; they are a property of the calling thread in OpenMP
+            builds, and Dynamo guards on them, so they are set here before anything compiles.
+    """
+
+    def __init__(
+        self,
+        *,
+        next_work: Callable[[], Work | None],
+        next_wakeup: Callable[[], float | None],
+        on_death: Callable[[BaseException], None],
+        threads: int | None,
+    ) -> None:
+        self.lock = threading.Condition()
+        self._next_work = next_work
+        self._next_wakeup = next_wakeup
+        self._on_death = on_death
+        self._threads = threads
+        self._jobs: deque[Work] = deque()
+        self._closing = False
+        self._busy_since: float | None = None
+        self._thread = threading.Thread(target=self._main, name="shapeserve-device", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def busy_s(self) -> float:
+        """Seconds that the current batch or job has been running, 0 when idle."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def call(self, job: Callable[[], T]) -> Future[T]:
+        """Run ``job`` on the device thread before the next batch."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(job())
+            except Exception as error:
+                future.set_exception(error)
+
+        with self.lock:
+            if self._closing or not self.alive:
+                future.set_exception(RuntimeError("the device thread is not running"))
+                return future
+            self._jobs.append(run)
+            self.lock.notify_all()
+        return future
+
+    def notify(self) -> None:
+        """Say that there may be work; the lock must be held."""
+        self.lock.notify_all()
+
+    def close(self, timeout_s: float) -> bool:
+        """Let the thread end after its current work; return whether it did within ``timeout_s``."""
+        with self.lock:
+            self._closing = True
+            self.lock.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self.alive
+
+    def _main(self) -> None:
+        try:
+            if self._threads:
+                torch.set_num_threads(self._threads)
+            with torch.no_grad():
+                self._loop()
+        except BaseException as error:  # whatever it is, those who wait must be told
+            log.critical("the device thread died: %r", error, exc_info=error)
+            self._on_death(error)
+
+    def _loop(self) -> None:
+        while True:
+            with self.lock:
+                work = self._take()
+                while work is None:
+                    if self._closing:
+                        return
+                    self.lock.wait(self._next_wakeup())
+                    work = self._take()
+            self._busy_since = time.monotonic()
+            work()
+            self._busy_since = None
+
+    def _take(self) -> Work | None:
+        if self._jobs:
+            return self._jobs.popleft()
+        return None if self._closing else self._next_work()

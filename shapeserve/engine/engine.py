@@ -1,0 +1,486 @@
+"""The engine: one model, its buckets, a queue and a device thread; a plain object without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Literal, Self
+
+from shapeserve.batcher import Batch, Batcher, Row
+from shapeserve.buckets import Grid
+from shapeserve.config import ModelConfig, Policy, ServeConfig
+from shapeserve.engine.build import Built, build, new_runner
+from shapeserve.engine.combine import combine
+from shapeserve.engine.device import DeviceThread, Work
+from shapeserve.engine.execute import BatchExecutor
+from shapeserve.engine.offline import run_offline
+from shapeserve.engine.prepare import Preparer
+from shapeserve.engine.rows import (
+    Outcome,
+    PreparedRow,
+    PreparedSample,
+    Result,
+    RowAnswer,
+    RowPayload,
+    Sample,
+    Ticket,
+)
+from shapeserve.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    RowFailed,
+    ShapeServeError,
+    Unavailable,
+)
+from shapeserve.metrics import CompilePhase, DropReason, Metrics, SwapResult
+from shapeserve.models.spec import ModelSpec
+from shapeserve.warmup import (
+    WarmupContext,
+    WarmupProgress,
+    launch_overhead,
+    publish_variants,
+    warm_up,
+)
+
+log = logging.getLogger("shapeserve.engine")
+
+# A batch of the largest bucket takes a fraction of a second; one that has run for a minute hangs.
+STUCK_AFTER_S = 60.0
+# Waiters are notified after every batch; this only bounds a lost wake-up. Arbitrary.
+_POLL_S = 0.1
+
+State = Literal["new", "starting", "ready", "closing", "closed", "dead"]
+
+
+class Engine:
+    """Serves one model through its buckets.
+
+    Args:
+        config: a model's configuration, or a service's with exactly one model.
+        metrics: where to count; an own registry if not given.
+        on_progress: called with every step of the warm-up, in the device thread.
+
+    Thread rule: all public methods may be called from any thread. The async ones resolve in the
+    caller's event loop and never block it.
+
+    Example::
+
+        with Engine(ServeConfig.for_model_dir(path)).start() as engine:
+            vectors = [r.outputs["sentence_embedding"] for r in engine.run(texts)]
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig | ModelConfig,
+        *,
+        metrics: Metrics | None = None,
+        on_progress: Callable[[WarmupProgress], None] | None = None,
+    ) -> None:
+        self.config = _one_model(config)
+        self.metrics = metrics or Metrics()
+        self.progress = WarmupProgress()
+        self._on_progress = on_progress
+        self._state: State = "new"
+        self._cause: BaseException | None = None
+        self._swap_lock = threading.Lock()
+        limits = self.config.limits
+        self._batcher = Batcher(
+            max_queue_rows=limits.max_queue_rows,
+            max_queue_tokens=limits.max_queue_tokens,
+            batch_wait_timeout_s=self.config.batching.batch_wait_timeout_s,
+        )
+        self._device = DeviceThread(
+            next_work=self._next_work,
+            next_wakeup=lambda: self._batcher.next_wakeup(time.monotonic()),
+            on_death=self._died,
+            threads=self.config.threads,
+        )
+        self._executor: BatchExecutor
+        self._built: Built | None = None
+        self._preparer: Preparer | None = None
+
+    # --- life ---------------------------------------------------------------------------------
+
+    def start(self) -> Self:
+        """Load, test, compile, warm, verify and seal; returns when the engine is ready.
+
+        Raises:
+            ConfigError: the policy does not fit the model.
+            ModelError: the model cannot be loaded or does not pass its self-test, or a variant
+                failed under ``compile.strict``.
+        """
+        if self._state != "new":
+            raise RuntimeError(f"cannot start: the engine is {self._state}; make a new one")
+        self._state = "starting"
+        started = time.monotonic()
+        self._device.start()
+        try:
+            self._device.call(self._start_on_device).result()
+        except BaseException:
+            self._device.close(1.0)
+            self._state = "closed"
+            raise
+        self.metrics.warmup_seconds.labels(model=self.spec.name).set(time.monotonic() - started)
+        self._state = "ready"
+        return self
+
+    def _start_on_device(self) -> None:
+        built = self._built = build(self.config, self.metrics, self._report)
+        self._executor = BatchExecutor(built.spec.name, self.metrics)
+        self._batcher.set_overhead(launch_overhead(built.runner, built.probe))
+        self._preparer = self._new_preparer(built)
+
+    def _report(self, progress: WarmupProgress) -> None:
+        self.progress = progress
+        if self._on_progress is not None:
+            self._on_progress(progress)
+
+    def close(self, drain_s: float = 10.0) -> None:
+        """Refuse new rows, finish the queue within ``drain_s`` seconds, then stop.
+
+        Rows that are still waiting then fail with :class:`Unavailable`.
+        """
+        if self._state in ("closed", "new"):
+            self._state = "closed"
+            return
+        deadline = time.monotonic() + drain_s
+        with self._device.lock:
+            if self._state != "dead":
+                self._state = "closing"
+            while self._device.alive and self._unfinished() and time.monotonic() < deadline:
+                self._device.lock.wait(_POLL_S)
+            left = self._batcher.close()
+            self._count_queue()
+        self._executor.drop(left, DropReason.SHUTDOWN, Unavailable("the service is shutting down"))
+        self._device.close(max(deadline - time.monotonic(), 1.0))
+        self._state = "closed"
+
+    def _unfinished(self) -> bool:
+        return self._batcher.queue_rows > 0 or self._device.busy_s() > 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- what it is ---------------------------------------------------------------------------
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's tensors and limits."""
+        return self._ready_parts().spec
+
+    @property
+    def grid(self) -> Grid:
+        """The grid that serves now."""
+        return self._ready_parts().runner.grid
+
+    @property
+    def ready(self) -> bool:
+        """Whether every variant is sealed and rows are accepted."""
+        return self._state == "ready"
+
+    def healthy(self) -> None:
+        """Raise :class:`Unavailable` if the device thread is dead or stuck."""
+        if self._state == "dead":
+            raise Unavailable(f"the device thread died: {self._cause!r}")
+        if self._state == "ready" and self._device.busy_s() > STUCK_AFTER_S:
+            raise Unavailable(f"a batch has been running for more than {STUCK_AFTER_S:.0f} s")
+
+    def _ready_parts(self) -> Built:
+        if self._built is None:
+            raise RuntimeError(f"the engine is {self._state}; call start() first")
+        return self._built
+
+    # --- serving ------------------------------------------------------------------------------
+
+    def prepare(
+        self, samples: Sequence[Sample], *, over_max: str | None = None, param: str = "input"
+    ) -> list[PreparedSample]:
+        """Tokenise, check and route samples; CPU work, to be called off the event loop.
+
+        Args:
+            samples: texts, token ids or arrays by input name.
+            over_max: what to do with rows beyond the largest bucket, instead of the configured
+                ``rare_shapes``: fallback, split, truncate or reject.
+            param: the caller's name of the field, for error messages.
+
+        Raises:
+            InvalidRequest: names the bad items by index.
+        """
+        if self._preparer is None:
+            raise Unavailable(f"the engine is {self._state}")
+        return self._preparer.prepare(samples, over_max=over_max, param=param)
+
+    async def submit(
+        self, sample: Sample, *, over_max: str | None = None, deadline_s: float | None = None
+    ) -> Result:
+        """Answer one sample; see :meth:`submit_many`. A failed row raises :class:`RowFailed`."""
+        (outcome,) = await self.submit_many([sample], over_max=over_max, deadline_s=deadline_s)
+        if isinstance(outcome, RowFailed):
+            raise outcome
+        return outcome
+
+    async def submit_many(
+        self,
+        samples: Sequence[Sample],
+        *,
+        over_max: str | None = None,
+        deadline_s: float | None = None,
+    ) -> list[Result | RowFailed]:
+        """Answer samples in order; a row that failed has its :class:`RowFailed` in its place.
+
+        Args:
+            samples: texts, token ids or arrays by input name.
+            over_max: see :meth:`prepare`.
+            deadline_s: point on ``time.monotonic()`` after which waiting rows are dropped.
+
+        Raises:
+            InvalidRequest: some sample cannot run; nothing was queued.
+            Overloaded: the queue is full; nothing was queued.
+            DeadlineExceeded: at least one row was not started in time.
+            Unavailable: closing, or the device thread died.
+        """
+        loop = asyncio.get_running_loop()
+        prepare = partial(self.prepare, samples, over_max=over_max)
+        prepared = await loop.run_in_executor(None, prepare)
+        return await self.submit_prepared(prepared, deadline_s=deadline_s)
+
+    async def submit_prepared(
+        self, samples: Sequence[PreparedSample], *, deadline_s: float | None = None
+    ) -> list[Result | RowFailed]:
+        """As :meth:`submit_many`, for samples from :meth:`prepare`."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[list[Outcome]] = loop.create_future()
+
+        def deliver(outcomes: list[Outcome]) -> None:
+            # A closed loop has nobody left who could wait for this.
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_resolve, future, outcomes)
+
+        ticket = self._admit(samples, deliver, deadline_s)
+        try:
+            outcomes = await future
+        except asyncio.CancelledError:
+            self._cancel(ticket)
+            raise
+        return self._results(samples, outcomes)
+
+    def run(
+        self,
+        samples: Sequence[Sample],
+        *,
+        progress: bool = False,
+        on_error: Literal["raise", "return"] = "raise",
+    ) -> list[Result | RowFailed]:
+        """Answer any number of samples offline, in order, waiting where the queue is full.
+
+        Args:
+            samples: texts, token ids or arrays by input name.
+            progress: show a progress bar on stderr.
+            on_error: ``raise`` the first failed row, or ``return`` it in its place.
+        """
+        return run_offline(self, samples, progress=progress, on_error=on_error)
+
+    def admit_when_free(
+        self, samples: Sequence[PreparedSample]
+    ) -> Future[list[Result | RowFailed]]:
+        """Queue samples as soon as the queue has room for all of them; blocks until then."""
+        future: Future[list[Result | RowFailed]] = Future()
+        rows = sum(len(sample.rows) for sample in samples)
+        cost = sum(row.cost for sample in samples for row in sample.rows)
+
+        def deliver(outcomes: list[Outcome]) -> None:
+            try:
+                future.set_result(self._results(samples, outcomes))
+            except ShapeServeError as error:
+                future.set_exception(error)
+
+        with self._device.lock:
+            while self._state == "ready" and not self._batcher.has_room(rows, cost):
+                self._device.lock.wait(_POLL_S)
+            self._admit(samples, deliver, None)
+        return future
+
+    def _admit(
+        self,
+        samples: Sequence[PreparedSample],
+        deliver: Callable[[list[Outcome]], None],
+        deadline_s: float | None,
+    ) -> Ticket:
+        """Queue all rows of a request or none."""
+        prepared = [row for sample in samples for row in sample.rows]
+        ticket = Ticket(prepared, deliver)
+        now = time.monotonic()
+        ticket.rows = tuple(
+            Row(
+                payload=RowPayload(ticket, index, row),
+                lane=row.lane,
+                cost_tokens=row.cost,
+                deadline_s=deadline_s,
+            )
+            for index, row in enumerate(prepared)
+        )
+        with self._device.lock:
+            if self._state != "ready":
+                raise Unavailable(f"the engine is {self._state}")
+            self._batcher.offer(ticket.rows, now)
+            self._device.notify()
+            self._count_queue()
+        self._count_admitted(samples, prepared)
+        return ticket
+
+    def _count_admitted(
+        self, samples: Sequence[PreparedSample], prepared: Sequence[PreparedRow]
+    ) -> None:
+        metrics, model = self.metrics, self.spec.name
+        metrics.rows_accepted_total.labels(model=model).inc(len(prepared))
+        for sample in samples:
+            for axis, size in sample.sizes.items():
+                metrics.request_length.labels(model=model, axis=axis).observe(size)
+        for row in prepared:
+            if row.reason is not None:
+                metrics.fallbacks_total.labels(model=model, reason=row.reason).inc()
+
+    def _count_queue(self) -> None:
+        """Set the queue's gauges; the lock must be held."""
+        if self._built is None:
+            return
+        model = self.spec.name
+        self.metrics.queue_rows.labels(model=model).set(self._batcher.queue_rows)
+        self.metrics.queue_tokens.labels(model=model).set(self._batcher.queue_tokens)
+
+    def _cancel(self, ticket: Ticket) -> None:
+        """Drop the rows that still wait; those on the device run and are not looked at."""
+        with self._device.lock:
+            dropped = [row for row in ticket.rows if self._batcher.cancel(row)]
+            self._count_queue()
+        self._executor.count_dropped(len(dropped), DropReason.CANCELLED)
+
+    def _results(
+        self, samples: Sequence[PreparedSample], outcomes: Sequence[Outcome]
+    ) -> list[Result | RowFailed]:
+        """Put the rows' outcomes together, one result per sample."""
+        results: list[Result | RowFailed] = []
+        start = 0
+        for index, sample in enumerate(samples):
+            rows = outcomes[start : start + len(sample.rows)]
+            start += len(sample.rows)
+            answers = [row for row in rows if isinstance(row, RowAnswer)]
+            if len(answers) == len(rows):
+                results.append(combine(self.spec, sample, answers))
+                continue
+            error = next(row for row in rows if not isinstance(row, RowAnswer))
+            if not isinstance(error, RowFailed):
+                raise error
+            results.append(RowFailed(error.message, param=f"input[{index}]"))
+        return results
+
+    # --- device thread ------------------------------------------------------------------------
+
+    def _next_work(self) -> Work | None:
+        """Called by the device thread with the lock held."""
+        now = time.monotonic()
+        expired = self._batcher.expire(now)
+        batch = self._batcher.next_batch(now)
+        if expired or batch is not None:
+            self._count_queue()
+        if batch is None and not expired:
+            return None
+        return partial(self._work, batch, expired)
+
+    def _work(self, batch: Batch | None, expired: Sequence[Row]) -> None:
+        late = DeadlineExceeded("the deadline passed before the row was started")
+        self._executor.drop(expired, DropReason.DEADLINE, late)
+        if batch is None:
+            return
+        try:
+            self._executor.run(batch)
+        finally:
+            with self._device.lock:
+                self._batcher.complete(batch, time.monotonic())
+                self._device.notify()
+
+    def _died(self, error: BaseException) -> None:
+        """The device thread is gone: everybody who waits is told, nobody new is let in."""
+        with self._device.lock:
+            self._state, self._cause = "dead", error
+            left = self._batcher.close()
+            self._count_queue()
+        self._executor.drop(
+            left, DropReason.FAILED, Unavailable(f"the device thread died: {error!r}")
+        )
+
+    # --- policy -------------------------------------------------------------------------------
+
+    def swap_policy(self, policy: Policy) -> Grid:
+        """Replace the grid: validate, warm beside the old one, verify, swap between batches.
+
+        Rows that are queued already run on the grid they were prepared for; the old one is freed
+        with the last of them. Blocks until the new grid serves.
+
+        Raises:
+            ConfigError: the policy does not fit the model; the old grid keeps serving.
+            ModelError: a variant failed its verification; the old grid keeps serving.
+        """
+        built = self._ready_parts()
+        with self._swap_lock:
+            swaps = partial(self.metrics.policy_swaps_total.labels, model=self.spec.name)
+            try:
+                runner = self._device.call(
+                    partial(new_runner, built, self.config, policy, self.metrics)
+                ).result()
+                steps = warm_up(
+                    WarmupContext(
+                        runner,
+                        built.probe,
+                        built.monitor,
+                        self.metrics,
+                        CompilePhase.BACKGROUND,
+                        strict=True,
+                    )
+                )
+                while self._device.call(partial(next, steps, None)).result() is not None:
+                    pass  # one step between two batches
+            except ConfigError:
+                swaps(result=SwapResult.REJECTED).inc()
+                raise
+            except Exception:
+                swaps(result=SwapResult.FAILED).inc()
+                raise
+            self._built = built.with_runner(runner)
+            self._preparer = self._new_preparer(self._built)
+            self.metrics.set_grid_version(self.spec.name, runner.grid.version)
+            publish_variants(runner, self.metrics)
+            swaps(result=SwapResult.APPLIED).inc()
+        return runner.grid
+
+    def _new_preparer(self, built: Built) -> Preparer:
+        return Preparer(
+            built.runner,
+            built.dispatcher,
+            built.tokenizer,
+            max_rows=self.config.limits.max_rows,
+            max_fallback_elements=built.runner.layout.capacity,
+        )
+
+
+def _one_model(config: ServeConfig | ModelConfig) -> ModelConfig:
+    if isinstance(config, ModelConfig):
+        return config
+    if len(config.models) != 1:
+        raise ConfigError(
+            f"models: an engine serves one model, {len(config.models)} given; pass config.models[i]"
+        )
+    return config.models[0]
+
+
+def _resolve(future: asyncio.Future[list[Outcome]], outcomes: list[Outcome]) -> None:
+    if not future.done():  # cancelled while the row was on the device
+        future.set_result(outcomes)

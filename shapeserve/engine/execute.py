@@ -1,0 +1,93 @@
+"""What the device thread does with a batch: run it, retry its rows alone, settle every row."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from shapeserve.batcher import Batch, Row
+from shapeserve.engine.rows import RowAnswer, RowPayload
+from shapeserve.errors import RowFailed, ShapeServeError
+from shapeserve.metrics import DropReason, Metrics
+from shapeserve.runner import Execution
+
+log = logging.getLogger("shapeserve.engine")
+
+
+class BatchExecutor:
+    """Runs batches of one model and settles their rows, each exactly once.
+
+    A batch that raises is retried row by row once, so that only the poisonous row fails; a row
+    whose output is not finite fails alone.
+    """
+
+    def __init__(self, model: str, metrics: Metrics) -> None:
+        self._model = model
+        self._metrics = metrics
+
+    def run(self, batch: Batch) -> None:
+        """Run ``batch`` and settle each of its rows; never raises for what a row did."""
+        now = time.monotonic()
+        queue_seconds = self._metrics.queue_seconds.labels(model=self._model)
+        for row in batch.rows:
+            queue_seconds.observe(now - row.enqueued_s)
+        payloads: list[RowPayload] = [row.payload for row in batch.rows]
+        try:
+            execution = self._execute(batch, payloads, batch.batch_size)
+        except Exception as error:
+            log.warning("a batch of %d rows failed, retrying row by row: %r", len(payloads), error)
+            self._retry(batch, payloads, error)
+            return
+        self._settle(payloads, execution)
+
+    def _execute(self, batch: Batch, payloads: Sequence[RowPayload], size: int) -> Execution:
+        runner = payloads[0].prepared.runner
+        arrays = [payload.prepared.arrays for payload in payloads]
+        return runner.run(arrays, batch.lane.row, size, fallback=batch.lane.fallback)
+
+    def _retry(self, batch: Batch, payloads: Sequence[RowPayload], cause: Exception) -> None:
+        """Run every row alone once, so that only the poisonous one fails."""
+        for payload in payloads:
+            try:
+                if len(payloads) == 1:
+                    raise cause
+                execution = self._execute(batch, [payload], batch.lane.batch_sizes[0])
+            except Exception as error:
+                log.exception("a row failed on the device")
+                self._fail(payload, f"the model raised {type(error).__name__} for this row")
+            else:
+                self._settle([payload], execution)
+
+    def _settle(self, payloads: Sequence[RowPayload], execution: Execution) -> None:
+        model = self._model
+        good = sum(execution.finite)
+        self._metrics.rows_total.labels(
+            model=model, mode=execution.mode, bucket=execution.bucket
+        ).inc(good)
+        if good < len(payloads):
+            self._metrics.nonfinite_rows_total.labels(model=model).inc(len(payloads) - good)
+        for payload, outputs, finite in zip(
+            payloads, execution.outputs, execution.finite, strict=True
+        ):
+            if finite:
+                answer = RowAnswer(outputs, execution.mode, execution.bucket)
+                payload.ticket.settle(payload.index, answer)
+            else:
+                self._fail(payload, "the model's output is not finite (NaN or infinity)")
+
+    def _fail(self, payload: RowPayload, why: str) -> None:
+        self.count_dropped(1, DropReason.FAILED)
+        payload.ticket.settle(payload.index, RowFailed(why, param=f"input[{payload.index}]"))
+
+    def drop(self, rows: Sequence[Row], reason: DropReason, error: ShapeServeError) -> None:
+        """Settle rows that will not run with ``error``."""
+        self.count_dropped(len(rows), reason)
+        for row in rows:
+            payload: RowPayload = row.payload
+            payload.ticket.settle(payload.index, error)
+
+    def count_dropped(self, rows: int, reason: DropReason) -> None:
+        """Count accepted rows that get no result."""
+        if rows:
+            self._metrics.rows_dropped_total.labels(model=self._model, reason=reason).inc(rows)

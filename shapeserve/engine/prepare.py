@@ -1,0 +1,244 @@
+"""From samples to routed rows: the CPU work before admission, off the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from shapeserve.batcher import Lane
+from shapeserve.buckets import RowKey
+from shapeserve.dispatch import Dispatcher, Route
+from shapeserve.engine.rows import PreparedRow, PreparedSample, Sample
+from shapeserve.errors import InvalidRequest
+from shapeserve.layout import RowArrays
+from shapeserve.models.tokenizer import TextTokenizer
+from shapeserve.runner import ModelRunner
+
+_NAMED_ROWS = 10  # a message names the first ten bad rows
+
+
+class Preparer:
+    """Tokenises, checks and routes samples for one runner (policy).
+
+    Args:
+        runner: where the rows will run.
+        dispatcher: decides bucket, fallback, truncation, split or refusal.
+        tokenizer: of a text model, else None.
+        max_rows: rows that one request may carry.
+        max_fallback_elements: area of one fallback batch.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        dispatcher: Dispatcher,
+        tokenizer: TextTokenizer | None,
+        *,
+        max_rows: int,
+        max_fallback_elements: int,
+    ) -> None:
+        self._runner = runner
+        self._spec = runner.spec
+        self._dispatcher = dispatcher
+        self._tokenizer = tokenizer
+        self._max_rows = max_rows
+        self._max_fallback_elements = max_fallback_elements
+        self._lanes: dict[tuple[RowKey, bool], Lane] = {}
+
+    def prepare(
+        self, samples: Sequence[Sample], *, over_max: str | None = None, param: str = "input"
+    ) -> list[PreparedSample]:
+        """Prepare every sample, or refuse the request naming the bad ones.
+
+        Args:
+            samples: one entry per row of the request.
+            over_max: the caller's choice for rows beyond the largest bucket, instead of the
+                configured one.
+            param: how the caller calls the field, for error messages.
+
+        Raises:
+            InvalidRequest: nothing, too much, or at least one sample that cannot run.
+        """
+        if not samples:
+            raise InvalidRequest(f"{param} is empty; send at least one item", param=param)
+        if len(samples) > self._max_rows:
+            raise InvalidRequest(
+                f"{param} has {len(samples)} items, at most {self._max_rows} are allowed; send "
+                "several requests",
+                param=param,
+                code="too_many_rows",
+            )
+        rows = self._to_arrays(samples, param)
+        prepared: list[PreparedSample] = []
+        errors: dict[int, InvalidRequest] = {}
+        for index, row in enumerate(rows):
+            try:
+                if isinstance(row, InvalidRequest):
+                    raise row
+                prepared.append(self._route(row, over_max))
+            except InvalidRequest as error:
+                errors[index] = error
+        if errors:
+            raise _joined(errors, param)
+        return prepared
+
+    def _to_arrays(self, samples: Sequence[Sample], param: str) -> list[RowArrays | InvalidRequest]:
+        """Turn samples into arrays; texts are tokenised together."""
+        texts = [i for i, s in enumerate(samples) if isinstance(s, str)]
+        if texts and self._tokenizer is None:
+            raise InvalidRequest(
+                f"{param} holds texts, but {self._spec.name} takes tensors "
+                f"({', '.join(self._spec.inputs)}); send arrays by input name",
+                param=param,
+            )
+        rows: list[RowArrays | InvalidRequest | None] = [None] * len(samples)
+        if texts and self._tokenizer is not None:
+            encoded = self._tokenizer.encode([str(samples[i]) for i in texts])
+            for i, ids in zip(texts, encoded, strict=True):
+                rows[i] = self._checked_text(ids, blank=not str(samples[i]).strip())
+        for i, sample in enumerate(samples):
+            if not isinstance(sample, str):
+                rows[i] = self._array_row(sample)
+        return [row for row in rows if row is not None]
+
+    def _checked_text(self, ids: np.ndarray, *, blank: bool) -> RowArrays | InvalidRequest:
+        if blank or (self._tokenizer is not None and self._tokenizer.content_tokens(ids) == 0):
+            return InvalidRequest(
+                "is empty or holds no token of the model (white space only); send text or drop "
+                "the item",
+                code="empty_input",
+            )
+        return _text_row(ids)
+
+    def _array_row(self, sample: Any) -> RowArrays | InvalidRequest:
+        try:
+            if isinstance(sample, Mapping):
+                return self._named_arrays(sample)
+            if self._tokenizer is None:
+                raise InvalidRequest(
+                    f"is {type(sample).__name__}; send arrays by input name "
+                    f"({', '.join(self._spec.inputs)})"
+                )
+            return self._named_arrays({"input_ids": _token_ids(sample)})
+        except InvalidRequest as error:
+            return error
+
+    def _named_arrays(self, sample: Mapping[str, Any]) -> RowArrays:
+        """Check arrays by name against the specs and read the row's sizes off them."""
+        wanted = {n: s for n, s in self._spec.inputs.items() if s.make is None}
+        if set(sample) != set(wanted):
+            raise InvalidRequest(
+                f"has the inputs {sorted(sample)}, expected exactly {sorted(wanted)}"
+            )
+        arrays: dict[str, np.ndarray] = {}
+        sizes: dict[str, int] = {}
+        for name, spec in wanted.items():
+            array = np.asarray(sample[name])
+            if array.dtype.kind not in "iufb" or array.ndim != len(spec.dims) - 1:
+                raise InvalidRequest(
+                    f"{name} has dtype {array.dtype} and shape {list(array.shape)}, expected "
+                    f"{spec.dtype} {list(spec.dims[1:])}"
+                )
+            for dim, size in zip(spec.dims[1:], array.shape, strict=True):
+                known = dim if isinstance(dim, int) else sizes.setdefault(dim, size)
+                if size != known or size < 1:
+                    raise InvalidRequest(
+                        f"{name} has size {size} along {dim}, expected {max(known, 1)}"
+                    )
+            arrays[name] = array
+        if self._tokenizer is not None:
+            self._tokenizer.check_ids(arrays["input_ids"])
+        return RowArrays(arrays, {axis: sizes[axis] for axis in self._runner.grid.row_axes})
+
+    def _route(self, row: RowArrays, over_max: str | None) -> PreparedSample:
+        route = self._dispatcher.route(row.sizes, over_max=over_max)
+        if route.message is not None:
+            raise InvalidRequest(route.message, code="too_long")
+        cut = self._cut(row, route.keep) if route.keep else row
+        truncated_from = _length(row) if route.keep else None
+        if route.action != "split":
+            return PreparedSample((self._prepared(cut, route),), row.sizes, truncated_from)
+        pieces = [
+            self._prepared(piece, self._dispatcher.route(piece.sizes))
+            for piece in self._pieces(cut, route)
+        ]
+        return PreparedSample(tuple(pieces), row.sizes, truncated_from)
+
+    def _prepared(self, row: RowArrays, route: Route) -> PreparedRow:
+        lane = self._lane(route.row, fallback=route.reason is not None)
+        cost = prod(size for _, size in route.row)
+        return PreparedRow(row, lane, cost, route.reason, self._runner)
+
+    def _lane(self, row: RowKey, *, fallback: bool) -> Lane:
+        lane = self._lanes.get((row, fallback))
+        if lane is None:
+            sizes = self._fallback_batches(row) if fallback else self._runner.grid.batch_sizes(row)
+            lane = self._lanes[row, fallback] = Lane(row, fallback, sizes)
+        return lane
+
+    def _fallback_batches(self, row: RowKey) -> tuple[int, ...]:
+        """Powers of two within the area of one fallback batch; one row is always allowed."""
+        area = prod(size for _, size in row)
+        largest = self._runner.grid.max_size("batch")
+        sizes = [1]
+        while sizes[-1] * 2 <= largest and sizes[-1] * 2 * area <= self._max_fallback_elements:
+            sizes.append(sizes[-1] * 2)
+        return tuple(sizes)
+
+    def _cut(self, row: RowArrays, kept: Mapping[str, int]) -> RowArrays:
+        if self._tokenizer is not None:
+            return _text_row(self._tokenizer.truncate(row.arrays["input_ids"], kept["seq"]))
+        return self._crop(row, {a: (0, size) for a, size in {**row.sizes, **kept}.items()})
+
+    def _pieces(self, row: RowArrays, route: Route) -> list[RowArrays]:
+        if self._tokenizer is not None:
+            ids = row.arrays["input_ids"]
+            return [_text_row(part) for part in self._tokenizer.split(ids, max(route.pieces))]
+        start, parts = 0, []
+        for size in route.pieces:
+            bounds = {axis: (0, whole) for axis, whole in row.sizes.items()}
+            bounds[str(route.axis)] = (start, start + size)
+            parts.append(self._crop(row, bounds))
+            start += size
+        return parts
+
+    def _crop(self, row: RowArrays, bounds: Mapping[str, tuple[int, int]]) -> RowArrays:
+        arrays = {}
+        for name, array in row.arrays.items():
+            dims = self._spec.inputs[name].dims[1:]
+            region = tuple(slice(*bounds[d]) if isinstance(d, str) else slice(None) for d in dims)
+            arrays[name] = array[region]
+        return RowArrays(arrays, {axis: end - start for axis, (start, end) in bounds.items()})
+
+
+def _text_row(ids: np.ndarray) -> RowArrays:
+    return RowArrays({"input_ids": ids}, {"seq": len(ids)})
+
+
+def _token_ids(sample: Any) -> np.ndarray:
+    """Read token ids; anything but whole numbers is refused, booleans among them."""
+    array = np.asarray(sample)
+    if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
+        raise InvalidRequest(
+            "is no non-empty list of token ids; send a string or a list of whole numbers"
+        )
+    return array.astype(np.int64)
+
+
+def _length(row: RowArrays) -> int:
+    return prod(row.sizes.values())
+
+
+def _joined(errors: Mapping[int, InvalidRequest], param: str) -> InvalidRequest:
+    """One error for the request: the first bad rows by index, and the first one's code."""
+    named = list(errors.items())[:_NAMED_ROWS]
+    text = "; ".join(f"{param}[{index}] {error.message}" for index, error in named)
+    more = f"; and {len(errors) - len(named)} more" if len(errors) > len(named) else ""
+    index, first = named[0]
+    return InvalidRequest(text + more, param=f"{param}[{index}]", code=first.code)
+
+
+__all__ = ["Preparer"]

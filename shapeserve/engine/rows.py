@@ -1,0 +1,127 @@
+"""The values that travel through the engine: samples in, rows on the way, results out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shapeserve.batcher import Lane, Row
+from shapeserve.errors import ShapeServeError
+from shapeserve.layout import RowArrays
+from shapeserve.metrics import FallbackReason, Mode
+from shapeserve.runner import ModelRunner
+
+Sample = str | Sequence[int] | np.ndarray | Mapping[str, np.ndarray]
+"""What a caller may send: a text, token ids, or arrays by input name without the batch axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The answer to one sample.
+
+    Attributes:
+        outputs: output name -> array without the batch axis, unpadded, owned by the caller.
+        length: elements executed for it, after truncation (tokens of a text).
+        mode: how it ran.
+        bucket: label of its bucket, ``none`` for the fallback.
+        truncated_from: its length before truncation, or None.
+        pieces: rows it was split into, 1 if it was not.
+        reason: why it went to the fallback, or None.
+    """
+
+    outputs: Mapping[str, np.ndarray]
+    length: int
+    mode: Mode
+    bucket: str
+    truncated_from: int | None = None
+    pieces: int = 1
+    reason: FallbackReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRow:
+    """A row that knows where it will run.
+
+    Attributes:
+        arrays: the row.
+        lane: rows of one lane may share a batch.
+        cost: its padded elements.
+        reason: why it goes to the fallback, or None.
+        runner: the runner (policy) that it was prepared for.
+    """
+
+    arrays: RowArrays
+    lane: Lane
+    cost: int
+    reason: FallbackReason | None
+    runner: ModelRunner
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSample:
+    """One sample, tokenised, checked and routed: its rows (several when it is split).
+
+    Attributes:
+        rows: one, or the pieces in order.
+        sizes: row axis -> size as the caller sent it, before truncation.
+        truncated_from: length before truncation, or None.
+    """
+
+    rows: tuple[PreparedRow, ...]
+    sizes: Mapping[str, int]
+    truncated_from: int | None = None
+
+    @property
+    def length(self) -> int:
+        """Elements that will be executed for it, padding apart."""
+        return sum(int(np.prod(list(row.arrays.sizes.values()))) for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class RowAnswer:
+    """What the device thread gave for one row."""
+
+    outputs: Mapping[str, np.ndarray]
+    mode: Mode
+    bucket: str
+
+
+Outcome = RowAnswer | ShapeServeError
+
+
+class Ticket:
+    """Collects the outcomes of one request's rows and delivers them together, exactly once.
+
+    Thread rule: ``settle`` is called by whoever holds the row (device thread, or the admitting
+    thread at shutdown); each row is settled once.
+    """
+
+    __slots__ = ("_deliver", "_outcomes", "_remaining", "rows")
+
+    def __init__(
+        self, prepared: Sequence[PreparedRow], deliver: Callable[[list[Outcome]], None]
+    ) -> None:
+        self._outcomes: list[Outcome | None] = [None] * len(prepared)
+        self._remaining = len(prepared)
+        self._deliver = deliver
+        self.rows: tuple[Row, ...] = ()
+
+    def settle(self, index: int, outcome: Outcome) -> None:
+        """Set the outcome of row ``index``; deliver all when it was the last."""
+        if self._outcomes[index] is not None:
+            raise RuntimeError(f"row {index} was settled twice")
+        self._outcomes[index] = outcome
+        self._remaining -= 1
+        if self._remaining == 0:
+            self._deliver([o for o in self._outcomes if o is not None])
+
+
+@dataclass(frozen=True, slots=True)
+class RowPayload:
+    """What the batcher carries for the engine."""
+
+    ticket: Ticket
+    index: int
+    prepared: PreparedRow

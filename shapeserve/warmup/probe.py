@@ -1,0 +1,113 @@
+"""Random rows in a bucket, and what the model must answer for them.
+
+The probe row sits at a random index among random neighbours; its answer must be the one that the
+eager model gives it alone and unpadded (I4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+import numpy as np
+import torch
+
+from shapeserve.buckets import BATCH, Grid, RowKey
+from shapeserve.layout import RowArrays
+from shapeserve.models.spec import ModelSpec, TensorSpec
+
+TOLERANCE: Mapping[str, float] = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}
+"""Largest norm-wise relative error of a row against the eager model in the same dtype.
+
+fp32: kernels of different shapes sum in another order, seen up to 5e-6 on MiniLM. fp16 and bf16:
+one unit in the last place is 1e-3 and 8e-3, and flash kernels were seen at 3e-3 to 1.4e-2.
+"""
+
+
+class Probe:
+    """Random rows of a model, and the answer of the eager model for each alone and unpadded."""
+
+    def __init__(self, spec: ModelSpec, eager: torch.nn.Module, device: torch.device) -> None:
+        self._spec = spec
+        self._eager = eager
+        self._device = device
+        self.rng = np.random.default_rng(0)
+
+    def row(self, sizes: Mapping[str, int]) -> RowArrays:
+        """Make a random row of these sizes (ids inside the vocabulary, floats standard normal)."""
+        arrays = {
+            name: self._random(spec, spec.shape({BATCH: 1, **sizes})[1:])
+            for name, spec in self._spec.inputs.items()
+            if spec.make is None
+        }
+        return RowArrays(arrays, dict(sizes))
+
+    def size(self, low: int, high: int) -> int:
+        """A random size from ``low`` to ``high``; ``high`` for a model that must not be padded."""
+        if self._spec.padding_invariant is False:
+            return high
+        return int(self.rng.integers(low, high + 1))
+
+    def row_for(self, grid: Grid, key: RowKey) -> RowArrays:
+        """Make a row that is padded in ``key`` but fits no smaller size of an axis."""
+        sizes = {}
+        for axis, size in key:
+            below = [b.size(axis) for b in grid.buckets if b.size(axis) < size]
+            sizes[axis] = self.size(max(below, default=0) + 1, size)
+        return self.row(sizes)
+
+    def plant(self, row: RowArrays, key: RowKey, batch: int) -> tuple[int, list[RowArrays]]:
+        """Put ``row`` among 0..batch-1 random neighbours; return its index and all the rows."""
+        count = int(self.rng.integers(1, batch + 1))
+        index = int(self.rng.integers(0, count))
+        rows = [self.row({axis: self.size(1, size) for axis, size in key}) for _ in range(count)]
+        rows[index] = row
+        return index, rows
+
+    def _random(self, spec: TensorSpec, shape: tuple[int, ...]) -> np.ndarray:
+        if spec.dtype.startswith(("float", "bfloat")):
+            return self.rng.standard_normal(shape).astype(np.float32)
+        if spec.dtype == "uint8":
+            return self.rng.integers(0, 256, shape, dtype=np.uint8)
+        high = self._spec.vocab_size if spec.name == "input_ids" and self._spec.vocab_size else 2
+        ids = self.rng.integers(0, high, shape)
+        # The pad id itself is kept out: some encoders derive positions from it.
+        return np.where(ids == spec.pad, (int(spec.pad) + 1) % high, ids) if high > 2 else ids
+
+    def answer(self, row: RowArrays) -> list[np.ndarray]:
+        """Return the eager outputs for ``row`` alone, unpadded: float64 arrays in spec order."""
+        inputs = [self._exact(spec, row) for spec in self._spec.inputs.values()]
+        outputs = self._eager(*inputs)
+        return [np.asarray(o[0].detach().double().cpu()) for o in outputs]
+
+    def _exact(self, spec: TensorSpec, row: RowArrays) -> torch.Tensor:
+        shape = spec.shape({BATCH: 1, **row.sizes})
+        dtype = getattr(torch, spec.dtype)
+        if spec.make == "mask":
+            return torch.ones(shape, dtype=dtype, device=self._device)
+        if spec.make == "positions":
+            return torch.arange(shape[1], dtype=dtype, device=self._device).expand(shape)
+        return torch.as_tensor(row.arrays[spec.name]).to(self._device, dtype).reshape(shape)
+
+
+def relative_error(got: list[np.ndarray], expected: list[np.ndarray]) -> float:
+    """Norm-wise relative error of the worst output; infinite if a value is not finite."""
+    worst = 0.0
+    for a, b in zip(got, expected, strict=True):
+        if a.dtype.kind != "f":
+            worst = max(worst, 0.0 if np.array_equal(a, b) else float("inf"))
+            continue
+        gap = float(np.linalg.norm(a.astype(np.float64) - b))
+        norm = max(float(np.linalg.norm(b)), 1e-12)
+        worst = max(worst, gap / norm if np.isfinite(gap) else float("inf"))
+    return worst
+
+
+def row_area(row: RowKey) -> int:
+    """Elements of one padded row."""
+    return prod(size for _, size in row)
+
+
+def label(sizes: Mapping[str, int]) -> str:
+    """Sizes as they are written everywhere: ``batch=8,seq=128``."""
+    return ",".join(f"{axis}={size}" for axis, size in sizes.items())

@@ -1,0 +1,174 @@
+"""Programs and variants: own code objects, at most two compiles, everything counted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shapeserve.buckets import Bucket, Grid
+from shapeserve.compile.monitor import CompileMonitor, classify_recompile
+from shapeserve.compile.program import compiled, freezing
+from shapeserve.compile.variants import Programs, VariantSet, single_pays
+from shapeserve.metrics import CompilePhase, Metrics, Mode, RecompileReason, Tier
+
+
+class Tokens(torch.nn.Module):
+    """[B, S] ids -> [B, S, 4]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(16, 4)
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor]:
+        return (torch.tanh(self.linear(self.embed(ids))),)
+
+
+@pytest.fixture
+def module() -> torch.nn.Module:
+    return Tokens().eval().requires_grad_(False)
+
+
+@pytest.fixture
+def monitor() -> CompileMonitor:
+    metrics = Metrics()
+    metrics.preset("m", ["batch=2,seq=8"], ("batch", "seq"))
+    return CompileMonitor(metrics, "m")
+
+
+def ids(batch: int, seq: int) -> torch.Tensor:
+    return torch.zeros(batch, seq, dtype=torch.int64)
+
+
+def count(monitor: CompileMonitor, name: str, **labels: str) -> float:
+    return sum(
+        s.value
+        for s in monitor._metrics.samples()
+        if s.name == f"shapeserve_{name}" and labels.items() <= s.labels.items()
+    )
+
+
+def warm_programs(module: torch.nn.Module, **settings: object) -> Programs:
+    options = {"tier": Tier.COMPILED, "freeze": False, "backend": "eager", **settings}
+    programs = Programs(module, **options)  # type: ignore[arg-type]
+    programs.compile_many((ids(3, 40),))
+    programs.compile_single((ids(1, 40),))
+    return programs
+
+
+def test_twelve_programs_of_one_module_each_stay_compiled(
+    module: torch.nn.Module, monitor: CompileMonitor
+) -> None:
+    # One shared code object would hit torch's recompile_limit of 8 and go eager silently.
+    with torch.no_grad():
+        for _ in range(12):
+            compiled(module, "p", backend="eager")(ids(3, 8))
+            assert len(monitor.collect(CompilePhase.WARMUP)) == 1
+
+
+@settings(max_examples=30)
+@given(shapes=st.lists(st.tuples(st.integers(1, 9), st.integers(2, 70)), min_size=1, max_size=6))
+def test_i2_two_compiles_serve_every_shape(shapes: list[tuple[int, int]]) -> None:
+    module = Tokens().eval().requires_grad_(False)
+    metrics = Metrics()
+    metrics.preset("m", ["batch=2,seq=8"], ("batch", "seq"))
+    monitor = CompileMonitor(metrics, "m")
+    with torch.no_grad():
+        programs = warm_programs(module)
+        assert len(monitor.collect(CompilePhase.WARMUP)) == 2
+        for batch, seq in shapes:
+            run, tier = programs.for_sizes({"batch": batch, "seq": seq})
+            assert tier is Tier.COMPILED
+            assert torch.allclose(run(ids(batch, seq))[0], module(ids(batch, seq))[0], atol=1e-6)
+        assert monitor.collect(CompilePhase.REQUEST) == ()
+    assert count(monitor, "recompiles_total") == 0
+
+
+def test_a_row_axis_of_size_one_runs_eagerly_instead_of_a_third_compile(
+    module: torch.nn.Module,
+) -> None:
+    assert warm_programs(module).for_sizes({"batch": 4, "seq": 1})[1] is Tier.EAGER
+
+
+def test_a_planted_recompile_is_counted_with_its_reason_and_logged_once(
+    module: torch.nn.Module, monitor: CompileMonitor, caplog: pytest.LogCaptureFixture
+) -> None:
+    with torch.no_grad():
+        programs = warm_programs(module)
+        monitor.collect(CompilePhase.WARMUP)
+        programs.for_sizes({"batch": 2, "seq": 8})[0](ids(2, 8).to(torch.int32))
+        (event,) = monitor.collect(CompilePhase.REQUEST)
+    assert event.recompile_reason is not None
+    assert "dtype" in event.recompile_reason
+    assert count(monitor, "recompiles_total", reason="dtype") == 1
+    assert count(monitor, "compiles_total", phase="request", stage="dynamo") == 1
+    assert [r.levelname for r in caplog.records if r.name == "shapeserve.compile"] == ["ERROR"]
+
+
+def test_a_compile_of_another_thread_is_not_taken_for_ours(
+    module: torch.nn.Module, monitor: CompileMonitor
+) -> None:
+    import threading
+
+    def compile_there() -> None:
+        with torch.no_grad():
+            compiled(module, "there", backend="eager")(ids(2, 8))
+
+    thread = threading.Thread(target=compile_there)
+    thread.start()
+    thread.join()
+    assert monitor.collect(CompilePhase.REQUEST) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (None, RecompileReason.FIRST_COMPILE),
+        ("tensor 'x' size mismatch at index 0. expected 4, actual 8", RecompileReason.SHAPE),
+        ("tensor 'x' stride mismatch at index 0", RecompileReason.STRIDE),
+        ("tensor 'x' dtype mismatch. expected Long, actual Int", RecompileReason.DTYPE),
+        ("tensor 'x' dispatch key set mismatch", RecompileReason.TENSOR_KIND),
+        ("GLOBAL_STATE changed: num_threads", RecompileReason.GLOBAL_STATE),
+        ("something new", RecompileReason.OTHER),
+    ],
+    ids=lambda v: str(v)[:24],
+)
+def test_guard_texts_map_to_a_closed_set(text: str | None, reason: RecompileReason) -> None:
+    assert classify_recompile(text) is reason
+
+
+def test_freezing_is_on_only_inside_the_block() -> None:
+    import torch._inductor.config as config
+
+    with freezing(True):
+        assert config.freezing
+    assert not config.freezing
+
+
+def test_variants_name_their_tier_and_refuse_changes_once_sealed(module: torch.nn.Module) -> None:
+    bucket = Bucket.of(batch=2, seq=8)
+    variants = VariantSet(Grid(("batch", "seq"), [bucket]), warm_programs(module), ids(1, 1).device)
+    assert (variants[bucket].tier, variants[bucket].mode) == (Tier.COMPILED, Mode.COMPILED)
+    assert not variants[bucket].degraded
+    variants.demote(bucket)
+    assert variants[bucket].degraded
+    variants.seal()
+    with pytest.raises(RuntimeError, match="sealed"):
+        variants.demote(bucket)
+
+
+def test_a_program_for_one_row_pays_only_if_two_rows_cost_more() -> None:
+    import time
+
+    def linear(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        time.sleep(0.004 * x.shape[0])
+        return (x,)
+
+    def flat(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        time.sleep(0.004)
+        return (x,)
+
+    assert single_pays(linear, lambda batch: (ids(batch, 8),))
+    assert not single_pays(flat, lambda batch: (ids(batch, 8),))
