@@ -1,0 +1,142 @@
+"""From a model's config to its spec, reading JSON files only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from shapeserve.buckets import BATCH
+from shapeserve.config.paths import model_directory
+from shapeserve.errors import ConfigError
+from shapeserve.models.directory import TextDirectory, read_directory
+from shapeserve.models.naming import own_name
+from shapeserve.models.spec import ModelSpec, TensorSpec
+
+if TYPE_CHECKING:
+    from shapeserve.config import ModelConfig
+
+SEQ = "seq"
+"""The axis of a text encoder's tokens."""
+
+# Arbitrary: a module has no position table, and one request must not ask for any size at all.
+_MODULE_HARD_LIMIT_FACTOR = 2
+
+
+def describe(config: ModelConfig) -> ModelSpec:
+    """Return the spec of the configured model, without torch and without its weights.
+
+    Raises:
+        ConfigError: the config contradicts the model, or says too little about a module.
+        ModelError: the model's directory is incomplete or holds what is not supported.
+    """
+    if config.path is None:
+        return _describe_module(config)
+    return describe_text(config, read_text_directory(config))
+
+
+def read_text_directory(config: ModelConfig) -> TextDirectory:
+    """Read the directory of a text encoder.
+
+    Raises:
+        ConfigError: there is no such directory.
+        ModelError: it is incomplete, or holds what is not supported.
+    """
+    root = model_directory(str(config.path))
+    return read_directory(root, trust_remote_code=config.trust_remote_code)
+
+
+def describe_text(config: ModelConfig, directory: TextDirectory) -> ModelSpec:
+    """Return the spec of a text encoder from what its directory says.
+
+    Raises:
+        ConfigError: the config contradicts the model.
+    """
+    dims = (BATCH, SEQ)
+    end, hard = _text_limits(config, directory)
+    vector = TensorSpec("sentence_embedding", "float32", (BATCH, directory.embedding_dim))
+    return ModelSpec(
+        name=config.name or own_name(directory.root, str(config.path), directory.config),
+        task="embed",
+        dtype=config.dtype,
+        inputs={
+            "input_ids": TensorSpec("input_ids", "int64", dims, pad=directory.pad_token_id),
+            "attention_mask": TensorSpec("attention_mask", "int64", dims, make="mask"),
+        },
+        outputs={vector.name: vector},
+        axes=dims,
+        max_length={SEQ: end},
+        hard_limit={SEQ: hard},
+        padding_invariant=config.padding_invariant,
+        vocab_size=directory.vocab_size,
+        pad_token_id=directory.pad_token_id,
+        embedding_dim=directory.embedding_dim,
+        pooling=directory.pooling,
+        normalize=directory.normalize,
+    )
+
+
+def _text_limits(config: ModelConfig, directory: TextDirectory) -> tuple[int, int]:
+    """Return the end of the grid and the longest row along ``seq``."""
+    for section in ("policy", "rare_shapes"):
+        for axis in getattr(config, section):
+            if axis not in (BATCH, SEQ):
+                raise ConfigError(f"{section}.{axis}: a text model has the axes {BATCH} and {SEQ}")
+    table, limits = directory.positions, config.limits
+    asked = _asked_length(config, SEQ)
+    end = asked or directory.max_length or table
+    if end is None:
+        raise ConfigError(f"{directory.root} states no maximum length; set limits.max_length")
+    if limits.hard_limit and table and limits.hard_limit > table:
+        raise ConfigError(
+            f"limits.hard_limit {limits.hard_limit} is above the model's {table} positions; use "
+            f"{table} or less"
+        )
+    hard = limits.hard_limit or table or end
+    if asked and asked > hard:
+        key = "limits.max_length" if limits.max_length else f"policy.{SEQ}"
+        raise ConfigError(f"{key}: {asked} is above the model's {hard} positions; end it at {hard}")
+    return min(end, hard), hard
+
+
+def _asked_length(config: ModelConfig, axis: str) -> int | None:
+    """Return the end of the grid that the config asks for; it has checked that the two agree."""
+    policy = config.policy.get(axis)
+    return config.limits.max_length or (policy.largest if policy else None)
+
+
+def _describe_module(config: ModelConfig) -> ModelSpec:
+    inputs, outputs = _tensors(config.inputs), _tensors(config.outputs)
+    named = [dim for spec in inputs.values() for dim in spec.dims if isinstance(dim, str)]
+    axes = tuple(dict.fromkeys(named))  # batch first: every spec's dims begin with it
+    ends = {axis: _module_length(config, axis) for axis in axes if axis != BATCH}
+    hard = config.limits.hard_limit
+    return ModelSpec(
+        name=config.name or str(config.import_).rsplit(":", 1)[1].rsplit(".", 1)[-1],
+        task="module",
+        dtype=config.dtype,
+        inputs=inputs,
+        outputs=outputs,
+        axes=axes,
+        max_length=ends,
+        hard_limit={axis: hard or _MODULE_HARD_LIMIT_FACTOR * end for axis, end in ends.items()},
+        padding_invariant=config.padding_invariant,
+    )
+
+
+def _tensors(specs: Mapping[str, Any] | None) -> dict[str, TensorSpec]:
+    return {
+        name: TensorSpec(
+            name, spec.dtype, spec.dims, getattr(spec, "pad", 0), getattr(spec, "make", None)
+        )
+        for name, spec in (specs or {}).items()
+    }
+
+
+def _module_length(config: ModelConfig, axis: str) -> int:
+    length = _asked_length(config, axis)
+    if length is None:
+        raise ConfigError(
+            f"{config.import_} has no maximum of its own along {axis}; set policy.{axis} or "
+            "limits.max_length"
+        )
+    return length

@@ -1,0 +1,94 @@
+"""What a model takes and gives, in words that need no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shapeserve.models.tokenizer import TextTokenizer
+
+POOLINGS = ("mean", "cls", "lasttoken", "max")
+"""Ways to make one vector of a row's token vectors, in sentence-transformers' words."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One input or output tensor.
+
+    Attributes:
+        name: as the config, the protocols and the results call it.
+        dtype: element type, a name that torch knows.
+        dims: axis names and fixed sizes; the first is ``batch``.
+        pad: value of the elements beyond a row's end (inputs only).
+        make: made by the layout instead of sent by the caller (inputs only): ``mask`` is 1 on
+            real elements, ``positions`` counts along the second dim from 0.
+    """
+
+    name: str
+    dtype: str
+    dims: tuple[str | int, ...]
+    pad: float = 0
+    make: Literal["mask", "positions"] | None = None
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the tensor's shape for ``sizes`` (axis -> size, ``batch`` included)."""
+        return tuple(dim if isinstance(dim, int) else sizes[dim] for dim in self.dims)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A model as everything but its own adapter sees it.
+
+    Attributes:
+        name: the name in requests, labels and answers.
+        task: ``embed`` takes text or token ids and gives one vector, ``module`` takes arrays.
+        dtype: type of weights and arithmetic.
+        inputs: name -> tensor, in call order.
+        outputs: name -> tensor, in return order.
+        axes: every dynamic axis, ``batch`` first.
+        max_length: row axis -> end of the grid.
+        hard_limit: row axis -> longest row that runs at all.
+        padding_invariant: whether padding leaves answers unchanged; None: not known yet.
+        vocab_size: token ids are in [0, vocab_size); None without a vocabulary.
+        pad_token_id: id written beyond a row's end; None without a vocabulary.
+        embedding_dim: length of the vectors; None unless the task is ``embed``.
+        pooling: one of ``POOLINGS``; None unless the task is ``embed``.
+        normalize: whether the vectors have length 1.
+    """
+
+    name: str
+    task: Literal["embed", "module"]
+    dtype: str
+    inputs: Mapping[str, TensorSpec]
+    outputs: Mapping[str, TensorSpec]
+    axes: tuple[str, ...]
+    max_length: Mapping[str, int]
+    hard_limit: Mapping[str, int]
+    padding_invariant: bool | None = None
+    vocab_size: int | None = None
+    pad_token_id: int | None = None
+    embedding_dim: int | None = None
+    pooling: str | None = None
+    normalize: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that can run.
+
+    Attributes:
+        spec: what it takes and gives.
+        module: in eval mode, without gradients, on its device; ``forward`` takes the tensors of
+            ``spec.inputs`` in order and returns a tuple of those of ``spec.outputs`` in order.
+        tokenizer: turns text into rows; None for the task ``module``.
+        fingerprint: equal for equal programs on any host; weights count by their layout only.
+    """
+
+    spec: ModelSpec
+    module: nn.Module
+    tokenizer: TextTokenizer | None
+    fingerprint: str

@@ -1,0 +1,182 @@
+"""Text encoders: any transformers encoder, with pooling and normalisation in the same module."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shapeserve.errors import ModelError
+from shapeserve.models.describe import SEQ, describe_text, read_text_directory
+from shapeserve.models.directory import TextDirectory, weight_files
+from shapeserve.models.pooling import POOL
+from shapeserve.models.spec import LoadedModel, ModelSpec
+
+try:
+    import transformers
+    from transformers.utils import logging as transformers_logging
+
+    from shapeserve.models.tokenizer import TextTokenizer
+except ImportError as error:
+    raise ModelError(
+        f"text models need the extra hf ({error}); install it: pip install 'shapeserve[hf]'"
+    ) from error
+
+if TYPE_CHECKING:
+    from shapeserve.config import ModelConfig
+
+
+class TextEncoder(nn.Module):
+    """Token ids and mask to one vector a row: what is compiled and captured as one program.
+
+    Shapes: input_ids and attention_mask [B, S] int64; returns ([B, D] float32,).
+    """
+
+    def __init__(self, encoder: nn.Module, pooling: str, normalize: bool) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self._pool = POOL[pooling]
+        self._normalize = normalize
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor]:
+        """Encode, pool and normalise; token types are left out, so that the model takes zeros."""
+        hidden = self.encoder(
+            input_ids=input_ids, attention_mask=attention_mask, return_dict=False
+        )[0]  # [B, S, D]
+        vectors = self._pool(hidden, attention_mask)
+        return (nn.functional.normalize(vectors, dim=-1) if self._normalize else vectors,)
+
+
+def load_text(config: ModelConfig, device: torch.device | str) -> LoadedModel:
+    """Load a text encoder from its directory.
+
+    Raises:
+        ConfigError: the config contradicts the model.
+        ModelError: the model cannot be loaded.
+    """
+    directory = read_text_directory(config)
+    spec = describe_text(config, directory)
+    tokenizer = TextTokenizer(
+        directory.encoder / "tokenizer.json",
+        vocab_size=directory.vocab_size,
+        lower_case=directory.lower_case,
+    )
+    if spec.max_length[SEQ] <= tokenizer.special_tokens:
+        raise ModelError(
+            f"{spec.name}: a grid that ends at {spec.max_length[SEQ]} tokens holds no text beside "
+            f"{tokenizer.special_tokens} special tokens; raise limits.max_length"
+        )
+    encoder = _load_encoder(directory, spec, trust_remote_code=config.trust_remote_code)
+    module = TextEncoder(encoder, directory.pooling, directory.normalize)
+    module.eval().requires_grad_(False).to(device)
+    return LoadedModel(spec, module, tokenizer, _fingerprint(directory, spec))
+
+
+def _load_encoder(
+    directory: TextDirectory, spec: ModelSpec, *, trust_remote_code: bool
+) -> nn.Module:
+    try:
+        with _quiet_transformers():
+            encoder, report = _from_pretrained(directory.encoder, spec.dtype, trust_remote_code)
+    except Exception as error:  # transformers raises of many kinds, and each means the same
+        raise ModelError(
+            f"{directory.encoder}: the weights cannot be loaded: {error}; copy the model again (a "
+            "Git LFS pointer is not the file), or use a newer transformers"
+        ) from error
+    missing = sorted(name for name in report["missing_keys"] if not name.startswith("pooler."))
+    if missing:
+        raise ModelError(
+            f"{directory.encoder}: the weights lack {len(missing)} tensors ({missing[0]}, ...) and "
+            "would be random there; weights and config.json are not of the same model"
+        )
+    _drop_unused(encoder)
+    _check_positions(encoder, spec)
+    return encoder
+
+
+def _from_pretrained(path: Path, dtype: str, trust_remote_code: bool) -> tuple[nn.Module, Any]:
+    def load(attention: str) -> tuple[nn.Module, Any]:
+        loaded: tuple[nn.Module, Any] = transformers.AutoModel.from_pretrained(
+            path,
+            dtype=getattr(torch, dtype),
+            attn_implementation=attention,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+        return loaded
+
+    # Named, not left to transformers: a config.json may ask for a kernel from the network.
+    try:
+        return load("sdpa")
+    except ValueError:  # an architecture without it
+        return load("eager")
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Silence progress bars and the load report; what is wrong is raised."""
+    bars, verbosity = (
+        transformers_logging.is_progress_bar_enabled(),
+        transformers_logging.get_verbosity(),
+    )
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _drop_unused(encoder: nn.Module) -> None:
+    """Take out what the token vectors do not need: the pooler, and the cache of decoders."""
+    if "add_pooling_layer" in inspect.signature(type(encoder).__init__).parameters:
+        encoder.pooler = None  # type: ignore[assignment] # what add_pooling_layer=False does
+    if hasattr(encoder.config, "use_cache"):
+        encoder.config.use_cache = False
+
+
+def _check_positions(encoder: nn.Module, spec: ModelSpec) -> None:
+    """Refuse a hard limit beyond the position table: on a GPU such a row ends the process."""
+    for name, table in encoder.named_modules():
+        if name.endswith("position_embeddings") and isinstance(table, nn.Embedding):
+            # A table with a padding index begins after it (RoBERTa and its relatives).
+            used = 0 if table.padding_idx is None else table.padding_idx + 1
+            if table.num_embeddings - used < spec.hard_limit[SEQ]:
+                raise ModelError(
+                    f"{spec.name} has {table.num_embeddings - used} positions, fewer than the hard "
+                    f"limit {spec.hard_limit[SEQ]}; set limits.hard_limit"
+                )
+
+
+def _fingerprint(directory: TextDirectory, spec: ModelSpec) -> str:
+    """Hash what decides the program: configs, layout of the weights, dtype, versions.
+
+    The values of the weights do not count: reading them would cost more than a start saves, and
+    a program keeps them outside unless it is frozen.
+    """
+    digest = hashlib.sha256((directory.encoder / "config.json").read_bytes())
+    for file in weight_files(directory.encoder):
+        with file.open("rb") as weights:
+            (header_bytes,) = struct.unpack("<Q", weights.read(8))  # the safetensors format
+            digest.update(weights.read(header_bytes))
+        digest.update(str(file.stat().st_size).encode())
+    facts = (
+        spec.pooling,
+        spec.normalize,
+        spec.dtype,
+        torch.__version__,
+        transformers.__version__,
+    )
+    digest.update(repr(facts).encode())
+    return digest.hexdigest()
