@@ -217,6 +217,7 @@ def test_padding_waste_over_the_guard_goes_to_the_fallback(text_dir: Path) -> No
     [
         (["the cat", ""], 1),
         (["the cat", "  \n\t"], 1),
+        (["the cat", "\ud800"], 1),
         (["the cat", []], 1),
         ([[1, 2], [1, -1]], 1),
         ([[1, 2], [1, 10_000]], 1),
@@ -228,6 +229,7 @@ def test_padding_waste_over_the_guard_goes_to_the_fallback(text_dir: Path) -> No
     ids=[
         "empty",
         "blank",
+        "no unicode",
         "no ids",
         "negative",
         "out of vocabulary",

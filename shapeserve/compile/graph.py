@@ -24,7 +24,12 @@ class GraphPool:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._device = device
-        self.bytes = 0
+
+    @property
+    def bytes(self) -> int:
+        """Device memory of the segments that belong to the pool."""
+        segments = torch.cuda.memory_snapshot(self._pool)
+        return sum(int(segment["total_size"]) for segment in segments)
 
     def capture(self, program: Forward, inputs: tuple[torch.Tensor, ...]) -> Forward:
         """Capture ``program`` on these static input tensors.
@@ -40,7 +45,6 @@ class GraphPool:
         Raises:
             RuntimeError: what torch raises when the program cannot be captured.
         """
-        before = torch.cuda.memory_reserved(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for _ in range(_WARM_CALLS):
@@ -51,7 +55,6 @@ class GraphPool:
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
             outputs = program(*inputs)
-        self.bytes += max(torch.cuda.memory_reserved(self._device) - before, 0)
 
         def replay(*_: torch.Tensor) -> tuple[torch.Tensor, ...]:
             graph.replay()

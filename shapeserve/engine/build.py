@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,7 +22,6 @@ from shapeserve.layout import PaddedLayout
 from shapeserve.metrics import CompilePhase, Metrics, Mode, Tier
 from shapeserve.models import load
 from shapeserve.models.spec import LoadedModel, ModelSpec
-from shapeserve.models.tokenizer import TextTokenizer
 from shapeserve.policy import grid_for
 from shapeserve.runner import ModelRunner
 from shapeserve.warmup import (
@@ -33,6 +33,9 @@ from shapeserve.warmup import (
     publish_variants,
     warm_up,
 )
+
+if TYPE_CHECKING:  # needs the extra ``hf``, which a service of other models may lack
+    from shapeserve.models.tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,8 +14,10 @@ from shapeserve.dispatch import Dispatcher, Route
 from shapeserve.engine.rows import PreparedRow, PreparedSample, Sample
 from shapeserve.errors import InvalidRequest
 from shapeserve.layout import RowArrays
-from shapeserve.models.tokenizer import TextTokenizer
 from shapeserve.runner import ModelRunner
+
+if TYPE_CHECKING:  # needs the extra ``hf``, which a service of other models may lack
+    from shapeserve.models.tokenizer import TextTokenizer
 
 _NAMED_ROWS = 10  # a message names the first ten bad rows
 
@@ -96,16 +98,26 @@ class Preparer:
             )
         rows: list[RowArrays | InvalidRequest | None] = [None] * len(samples)
         if texts and self._tokenizer is not None:
-            encoded = self._tokenizer.encode([str(samples[i]) for i in texts])
-            for i, ids in zip(texts, encoded, strict=True):
-                rows[i] = self._checked_text(ids, blank=not str(samples[i]).strip())
+            for i, ids in zip(texts, self._encode([str(samples[i]) for i in texts]), strict=True):
+                rows[i] = self._checked_text(ids)
         for i, sample in enumerate(samples):
             if not isinstance(sample, str):
                 rows[i] = self._array_row(sample)
         return [row for row in rows if row is not None]
 
-    def _checked_text(self, ids: np.ndarray, *, blank: bool) -> RowArrays | InvalidRequest:
-        if blank or (self._tokenizer is not None and self._tokenizer.content_tokens(ids) == 0):
+    def _encode(self, texts: list[str]) -> list[np.ndarray | InvalidRequest]:
+        """Tokenise texts together; if one of them cannot be, each alone, so that only it fails."""
+        if self._tokenizer is None:
+            return []
+        try:
+            return list(self._tokenizer.encode(texts))
+        except InvalidRequest as error:
+            return [error] if len(texts) == 1 else [self._encode([text])[0] for text in texts]
+
+    def _checked_text(self, ids: np.ndarray | InvalidRequest) -> RowArrays | InvalidRequest:
+        if isinstance(ids, InvalidRequest):
+            return ids
+        if self._tokenizer is None or self._tokenizer.content_tokens(ids) == 0:
             return InvalidRequest(
                 "is empty or holds no token of the model (white space only); send text or drop "
                 "the item",
