@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shapeserve.buckets import Bucket, Grid
+from shapeserve.compile.breaks import since, snapshot
+from shapeserve.compile.cache import ensure_cache_dir
 from shapeserve.compile.monitor import CompileMonitor, classify_recompile
 from shapeserve.compile.program import compiled, freezing
 from shapeserve.compile.variants import Programs, VariantSet, single_pays
-from shapeserve.metrics import CompilePhase, Metrics, Mode, RecompileReason, Tier
+from shapeserve.metrics import CompilePhase, GraphBreakReason, Metrics, Mode, RecompileReason, Tier
 
 
 class Tokens(torch.nn.Module):
@@ -172,3 +177,57 @@ def test_a_program_for_one_row_pays_only_if_two_rows_cost_more() -> None:
 
     assert single_pays(linear, lambda batch: (ids(batch, 8),))
     assert not single_pays(flat, lambda batch: (ids(batch, 8),))
+
+
+class Branching(torch.nn.Module):
+    """Breaks the graph: Python looks at a value."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        if bool((x > 100).any()):
+            return (x * 2,)
+        return (x + 1,)
+
+
+def test_a_module_that_breaks_the_graph_still_compiles_and_the_break_has_a_reason(
+    monitor: CompileMonitor,
+) -> None:
+    before = snapshot()
+    programs = Programs(Branching(), tier=Tier.COMPILED, freeze=False, backend="eager")
+    with torch.no_grad():
+        programs.compile_many((ids(3, 8),))
+        run, _ = programs.for_sizes({"batch": 2, "seq": 4})
+        assert run(ids(2, 4))[0].eq(1).all()
+    assert len(monitor.collect(CompilePhase.WARMUP)) >= 2
+    assert since(before)[GraphBreakReason.DATA_DEPENDENT] >= 1
+
+
+def test_a_recompile_limit_runs_eager_counted_instead_of_silently(
+    module: torch.nn.Module,
+) -> None:
+    hits: list[int] = []
+    programs = Programs(
+        module,
+        tier=Tier.COMPILED,
+        freeze=False,
+        backend="eager",
+        on_limit=lambda: hits.append(1),
+    )
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1):
+        programs.compile_many((ids(3, 8),))
+        run, _ = programs.for_sizes({"batch": 2, "seq": 4})
+        planted = ids(2, 4).to(torch.int32)
+        assert torch.allclose(run(planted)[0], module(planted)[0])
+    assert hits == [1]
+
+
+def test_a_cache_directory_that_cannot_be_written_is_replaced_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("in the way")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(file / "cache"))
+    fresh = ensure_cache_dir()
+    assert fresh != str(file / "cache")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == fresh
+    assert "not writable" in caplog.text
+    assert ensure_cache_dir() == fresh

@@ -111,3 +111,11 @@ def test_starting_twice_is_an_error(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="cannot start"):
             engine.start()
         assert torch.is_grad_enabled()  # the device thread's no_grad is its own
+
+
+def test_a_switched_off_compiler_is_an_error_not_a_silent_eager_service(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    with pytest.raises(ModelError, match="compiled nothing"):
+        engines.started(engines.module_config("masked_tokens"))

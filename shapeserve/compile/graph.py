@@ -28,7 +28,7 @@ class GraphPool:
     @property
     def bytes(self) -> int:
         """Device memory of the segments that belong to the pool."""
-        segments = torch.cuda.memory_snapshot(self._pool)
+        segments = torch.cuda.memory_snapshot(self._pool)  # type: ignore[no-untyped-call]
         return sum(int(segment["total_size"]) for segment in segments)
 
     def capture(self, program: Forward, inputs: tuple[torch.Tensor, ...]) -> Forward:

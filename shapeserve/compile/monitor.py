@@ -13,14 +13,21 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch._dynamo.utils as dynamo_utils
 from torch._guards import CompileContext
 
-from shapeserve.metrics import CacheResult, CompilePhase, CompileStage, RecompileReason
+from shapeserve.metrics import (
+    CacheResult,
+    CompilePhase,
+    CompileStage,
+    EagerFrameReason,
+    GraphBreakReason,
+    RecompileReason,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -70,8 +77,7 @@ class CompileEvent:
     name: str
     seconds: dict[CompileStage, float] = field(default_factory=dict)
     recompile_reason: str | None = None
-    cache_hits: int = 0
-    cache_misses: int = 0
+    cache: Mapping[CacheResult, int] = field(default_factory=dict)
 
 
 class CompileMonitor:
@@ -100,15 +106,22 @@ class CompileMonitor:
             self._count(event, phase)
         return events
 
+    def count_breaks(self, breaks: Mapping[GraphBreakReason, int]) -> None:
+        """Count graph breaks met while a program was compiled."""
+        for reason, times in breaks.items():
+            self._metrics.graph_breaks_total.labels(model=self._model, reason=reason).inc(times)
+
+    def count_eager_frame(self) -> None:
+        """Count a call that ran eager because torch refused to compile once more."""
+        reason = EagerFrameReason.RECOMPILE_LIMIT
+        self._metrics.eager_frames_total.labels(model=self._model, reason=reason).inc()
+
     def _count(self, event: CompileEvent, phase: CompilePhase) -> None:
         metrics, model = self._metrics, self._model
         for stage, seconds in event.seconds.items():
             metrics.compiles_total.labels(model=model, stage=stage, phase=phase).inc()
             metrics.compile_seconds_total.labels(model=model, stage=stage, phase=phase).inc(seconds)
-        for result, n in (
-            (CacheResult.HIT, event.cache_hits),
-            (CacheResult.MISS, event.cache_misses),
-        ):
+        for result, n in event.cache.items():
             metrics.compile_cache_total.labels(model=model, result=result).inc(n)
         if phase is CompilePhase.REQUEST:
             reason = classify_recompile(event.recompile_reason)
@@ -138,8 +151,16 @@ def _event(compile_id: str, record: Any | None) -> CompileEvent:
             CompileStage.INDUCTOR: inductor,
         },
         recompile_reason=record.recompile_reason,
-        cache_hits=record.inductor_fx_local_cache_hit_count or 0,
-        cache_misses=record.inductor_fx_local_cache_miss_count or 0,
+        cache=_cache_results(record),
+    )
+
+
+def _cache_results(record: Any) -> dict[CacheResult, int]:
+    hits = record.inductor_fx_local_cache_hit_count or 0
+    misses = record.inductor_fx_local_cache_miss_count or 0
+    # Neither: the compile did not ask the cache, as every program with packed weights.
+    return {CacheResult.HIT: hits, CacheResult.MISS: misses} | (
+        {} if hits or misses else {CacheResult.BYPASS: 1}
     )
 
 

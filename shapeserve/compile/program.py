@@ -26,12 +26,15 @@ def compiler_backend(name: str) -> Callable[..., Any]:
     return compile_fx
 
 
-def compiled(module: torch.nn.Module, name: str, *, backend: str) -> Forward:
+def compiled(
+    module: torch.nn.Module, name: str, *, backend: str, fullgraph: bool = True
+) -> Forward:
     """Wrap ``module`` as a dynamic-shape program with a code object of its own.
 
     The code object is copied because Dynamo keeps its cache entries, and counts its
     ``recompile_limit`` of 8, on it: programs that shared one would push each other into eager
-    without a word. ``fullgraph`` turns the remaining silent cases into errors.
+    without a word. ``fullgraph`` turns graph breaks into errors; without it they are allowed, and
+    ``fail_on_recompile_limit_hit`` keeps the inner frames from going eager silently.
 
     Guards on the module's weights and attributes are dropped where torch allows it: a serving
     module is frozen, and checking a few hundred of them costs 0.3-0.6 ms a call on the CPU. Those
@@ -42,13 +45,15 @@ def compiled(module: torch.nn.Module, name: str, *, backend: str) -> Forward:
         outputs: tuple[torch.Tensor, ...] = module(*inputs)
         return outputs
 
+    if not fullgraph:
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
     own = _with_own_code(forward, f"{name}_{next(_SERIAL)}")
     keep = getattr(torch.compiler, "keep_portable_guards_unsafe", None)
     program: Forward = torch.compile(
         own,
         backend=CountingBackend(compiler_backend(backend), f"shapeserve_{backend}"),
         dynamic=True,
-        fullgraph=True,
+        fullgraph=fullgraph,
         options={"guard_filter_fn": keep} if keep else None,
     )
     return program

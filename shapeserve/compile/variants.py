@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported, UserError
 
 from shapeserve.buckets import BATCH, Bucket, Grid
 from shapeserve.compile.graph import GraphPool
@@ -63,13 +64,23 @@ class Programs:
         tier: ``eager`` compiles nothing; ``compiled`` and ``graph`` compile first.
         freeze: pack the weights as constants (CPU).
         backend: torch.compile backend, ``inductor`` or ``eager``.
+        on_limit: called for every call that ran eager because of torch's recompile limit.
     """
 
-    def __init__(self, module: torch.nn.Module, *, tier: Tier, freeze: bool, backend: str) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        tier: Tier,
+        freeze: bool,
+        backend: str,
+        on_limit: Callable[[], None] = lambda: None,
+    ) -> None:
         self.eager: Forward = module
         self.tier = tier
         self.frozen = freeze
         self._backend = backend
+        self._on_limit = on_limit
         self._module = module
         self._many: Forward | None = None
         self._single: Forward | None = None
@@ -92,10 +103,28 @@ class Programs:
         self._single = self._compile("single", inputs)
 
     def _compile(self, name: str, inputs: tuple[torch.Tensor, ...]) -> Forward:
-        program = compiled(self._module, name, backend=self._backend)
+        """Compile as one graph; where the module breaks the graph, once more with breaks."""
         with freezing(self.frozen):
-            program(*inputs)
-        return program
+            try:
+                program = compiled(self._module, name, backend=self._backend)
+                program(*inputs)
+            except (Unsupported, UserError) as error:
+                log.warning("the model does not compile as one graph, breaks allowed: %s", error)
+                program = compiled(self._module, name, backend=self._backend, fullgraph=False)
+                program(*inputs)
+        return self._or_eager(program)
+
+    def _or_eager(self, program: Forward) -> Forward:
+        """Answer eagerly, and count it, what torch refuses to compile once more."""
+
+        def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            try:
+                return program(*inputs)
+            except FailOnRecompileLimitHit:
+                self._on_limit()
+                return self.eager(*inputs)
+
+        return run
 
     def for_sizes(self, sizes: Mapping[str, int]) -> tuple[Forward, Tier]:
         """Return the program that runs these sizes (axis -> size), and its tier.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shapeserve.buckets import BATCH, Bucket, Grid
+from shapeserve.compile.cache import ensure_cache_dir
 from shapeserve.compile.monitor import CompileMonitor
 from shapeserve.compile.variants import Programs, VariantSet
 from shapeserve.config import ModelConfig, Policy
@@ -88,15 +89,17 @@ def build(config: ModelConfig, metrics: Metrics, report: Callable[[WarmupProgres
     model = load(config, device)
     spec = model.spec
     grid = make_grid(spec, config, config.policy, device)
+    monitor = CompileMonitor(metrics, spec.name)
+    ensure_cache_dir()
     programs = Programs(
         model.module,
         tier=_tier(config, device),
         freeze=config.compile.freeze == "on"
         or (config.compile.freeze == "auto" and device.type == "cpu"),
         backend=config.compile.backend,
+        on_limit=monitor.count_eager_frame,
     )
     _preset(metrics, spec, grid, programs.tier, device)
-    monitor = CompileMonitor(metrics, spec.name)
     probe = Probe(spec, model.module, device)
     layout = PaddedLayout(spec, _capacity(spec, config, grid), device)
     for step in build_programs(programs, spec, grid, layout, probe, monitor):

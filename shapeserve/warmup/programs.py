@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping
 
 from shapeserve.buckets import BATCH, Grid
+from shapeserve.compile.breaks import since, snapshot
 from shapeserve.compile.monitor import CompileMonitor
 from shapeserve.compile.variants import Programs, single_pays
 from shapeserve.errors import ModelError
@@ -93,8 +94,14 @@ def _compile(
     build = programs.compile_single if batch == 1 else programs.compile_many
     rows = [probe.row({axis: s for axis, s in sizes.items() if axis != BATCH})] * batch
     inputs = layout.write(rows, sizes)
+    breaks = snapshot()
     build(inputs)
-    monitor.collect(CompilePhase.WARMUP)
+    monitor.count_breaks(since(breaks))
+    if not monitor.collect(CompilePhase.WARMUP):
+        raise ModelError(
+            "torch.compile compiled nothing: it is switched off in this process; unset "
+            "TORCHDYNAMO_DISABLE, or set `compile.tier: eager`"
+        )
     if not programs.frozen:
         return
     program, _ = programs.for_sizes(sizes)
