@@ -8,7 +8,6 @@ is built only where padding one row to two is measured to cost more than it save
 from __future__ import annotations
 
 import logging
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ log = logging.getLogger("shapeserve.compile")
 # Two padded rows may cost this much more than one before a program for one row pays: below it the
 # second compile (10-25 s) buys less than the noise of a measurement. Arbitrary within 1.05-1.5.
 _SINGLE_PAYS_FROM = 1.15
-_TIMED_CALLS = 5
+_TIMED_CALLS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,19 +143,22 @@ def single_pays(forward: Forward, make_inputs: Callable[[int], tuple[torch.Tenso
         forward: the eager model; the ratio of one row to two is what counts, not the level.
         make_inputs: batch -> input tensors of a typical row shape.
     """
-    one, two = (_median_s(forward, make_inputs(batch)) for batch in (1, 2))
+    inputs = make_inputs(1), make_inputs(2)
+    times: tuple[list[float], list[float]] = [], []
+    for _ in range(_TIMED_CALLS):
+        for rows, seconds in zip(inputs, times, strict=True):
+            seconds.append(_seconds(forward, rows))
+    # The fastest call: what else runs on the machine only ever adds.
+    one, two = (min(seconds) for seconds in times)
     log.info("one row %.2f ms, padded to two %.2f ms (eager)", one * 1e3, two * 1e3)
     return two > one * _SINGLE_PAYS_FROM
 
 
-def _median_s(forward: Forward, inputs: tuple[torch.Tensor, ...]) -> float:
-    times = []
-    for _ in range(_TIMED_CALLS):
-        started = time.perf_counter()
-        forward(*inputs)
-        _synchronize(inputs)
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
+def _seconds(forward: Forward, inputs: tuple[torch.Tensor, ...]) -> float:
+    started = time.perf_counter()
+    forward(*inputs)
+    _synchronize(inputs)
+    return time.perf_counter() - started
 
 
 def _synchronize(inputs: tuple[torch.Tensor, ...]) -> None:

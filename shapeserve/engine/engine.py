@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Literal, Self
+from typing import Literal, Self, overload
 
 from shapeserve.batcher import Batch, Batcher, Row
 from shapeserve.buckets import Grid
@@ -272,13 +272,27 @@ class Engine:
             raise
         return self._results(samples, outcomes)
 
+    @overload
+    def run(
+        self,
+        samples: Sequence[Sample],
+        *,
+        progress: bool = False,
+        on_error: Literal["raise"] = "raise",
+    ) -> list[Result]: ...
+
+    @overload
+    def run(
+        self, samples: Sequence[Sample], *, progress: bool = False, on_error: Literal["return"]
+    ) -> list[Result | RowFailed]: ...
+
     def run(
         self,
         samples: Sequence[Sample],
         *,
         progress: bool = False,
         on_error: Literal["raise", "return"] = "raise",
-    ) -> list[Result | RowFailed]:
+    ) -> Sequence[Result | RowFailed]:
         """Answer any number of samples offline, in order, waiting where the queue is full.
 
         Args:

@@ -1,0 +1,86 @@
+"""The real model through the engine, compiled for real: scores, cosines, every bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import engines
+import numpy as np
+import pytest
+import sts
+
+from shapeserve.config import ServeConfig
+from shapeserve.engine import Engine
+from shapeserve.metrics import identities
+from shapeserve.warmup.probe import relative_error
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def engine(minilm_dir: Path) -> Iterator[Engine]:
+    config = ServeConfig.from_dict({"models": [{"path": str(minilm_dir)}]})
+    with Engine(config).start() as engine:
+        yield engine
+
+
+def vectors(engine: Engine, texts: list[str]) -> np.ndarray:
+    return np.stack([r.outputs["sentence_embedding"] for r in engine.run(texts)])
+
+
+def test_the_default_grid_took_at_most_two_compiles_with_packed_weights(engine: Engine) -> None:
+    assert 1 <= engines.value(engine, "compiles_total", stage="dynamo") <= 2
+    assert engine._ready_parts().programs.frozen
+    assert engines.value(engine, "variants", state="degraded") == 0
+    assert engine.spec.name == "all-MiniLM-L6-v2"
+    assert engine.grid.max_size("seq") == 256
+
+
+def test_scored_pairs_have_the_reference_cosines_and_rank(engine: Engine, data_dir: Path) -> None:
+    pairs = sts.load_pairs(data_dir)
+    found = sts.cosines(vectors(engine, pairs.first), vectors(engine, pairs.second))
+    assert np.abs(found - pairs.cosines).max() < 1e-5
+    assert sts.spearman(found, pairs.scores) == pytest.approx(sts.SPEARMAN, abs=1e-3)
+
+
+def test_i4_one_text_gives_the_same_vector_in_every_bucket_that_covers_it(
+    engine: Engine, data_dir: Path
+) -> None:
+    pairs = sts.load_pairs(data_dir)
+    prepared = engine.prepare(pairs.first[:8])
+    rows = [sample.rows[0].arrays for sample in prepared]
+    alone = [engines.alone(engine, dict(r.arrays), dict(r.sizes))[0] for r in rows]
+    longest = max(row.sizes["seq"] for row in rows)
+    runner = engine._ready_parts().runner
+
+    def run_everywhere() -> float:
+        worst = 0.0
+        for bucket in engine.grid.buckets:
+            batch, seq = bucket.size("batch"), bucket.size("seq")
+            if seq < longest:
+                continue
+            key = bucket.without("batch")
+            got = runner.execute(rows[:batch], key, batch, fallback=False).outputs
+            for outputs, expected in zip(got, alone, strict=False):
+                worst = max(worst, relative_error(list(outputs.values()), [expected]))
+        return worst
+
+    assert engine._device.call(run_everywhere).result() < 1e-5
+
+
+def test_lengths_around_the_model_limits(engine: Engine) -> None:
+    words = ["word"] * 510
+    for tokens, bucket in [(256, "batch=1,seq=256"), (257, "none"), (512, "none")]:
+        (result,) = engine.run([" ".join(words[: tokens - 2])])
+        assert (result.length, result.bucket) == (tokens, bucket)
+
+
+def test_i2_i7_real_texts_add_no_recompile_and_keep_the_books(
+    engine: Engine, data_dir: Path
+) -> None:
+    pairs = sts.load_pairs(data_dir)
+    texts = [" ".join(pairs.first[i : i + 1 + i % 20]) for i in range(200)]
+    vectors(engine, texts)
+    assert engines.value(engine, "recompiles_total") == 0
+    assert identities(engine.metrics.samples()) == []
