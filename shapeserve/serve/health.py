@@ -1,0 +1,125 @@
+"""The health application: answers ``/v2/health`` while the replicas are still warming up.
+
+A separate Serve application, because Ray holds back the requests of a replica whose constructor
+runs, and because it must be up before the models are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+from starlette.responses import Response
+
+from shapeserve.protocols import health, http
+from shapeserve.protocols.http import Reply
+from shapeserve.serve.names import HEALTH_APP, HEALTH_DEPLOYMENT, HEALTH_PREFIX
+
+log = logging.getLogger("shapeserve.serve")
+
+
+class Health:
+    """The board, behind HTTP for probes and behind a handle for replicas."""
+
+    def __init__(self) -> None:
+        self._board = health.Board()
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer ``/v2/health/live`` and ``/v2/health/ready``."""
+        reply = self._reply(request.method, request.scope["path"])
+        return Response(reply.body, reply.status, reply.headers, reply.media_type)
+
+    def _reply(self, method: str, path: str) -> Reply:
+        if path not in (http.LIVE, http.READY):
+            return http.route_error(path, method, ())
+        if method not in ("GET", "HEAD"):
+            return http.route_error(path, method, ("GET",))
+        return health.live() if path == http.LIVE else self._board.ready(time.monotonic())
+
+    async def report(self, report: health.ReplicaReport) -> None:
+        """Take one heartbeat."""
+        self._board.report(report, time.monotonic())
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Say from now on that the service is stopping, if ``{draining: true}`` is deployed."""
+        if user_config.get("draining"):
+            self._board.drain()
+
+
+def health_app(args: dict[str, str]) -> serve.Application:
+    """Build the health application; deploy it with ``route_prefix: /v2/health``."""
+    if args:
+        raise ValueError(f"the health application takes no args, got {sorted(args)}; remove them")
+    deployment = serve.deployment(
+        name=HEALTH_DEPLOYMENT,
+        num_replicas=1,
+        max_ongoing_requests=1000,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=1.0,
+    )
+    return deployment(Health).bind()
+
+
+def handle() -> DeploymentHandle[Any]:
+    """Return a handle to the board.
+
+    Raises:
+        RayServeException: the health application is not deployed.
+    """
+    return serve.get_deployment_handle(HEALTH_DEPLOYMENT, HEALTH_APP)
+
+
+class Heartbeat:
+    """Sends a replica's report once per heartbeat, for as long as the replica lives.
+
+    Args:
+        report: returns the report of the moment.
+        on_beat: called with every heartbeat, on a worker thread.
+
+    Thread rule: the replica's event loop.
+    """
+
+    def __init__(
+        self,
+        report: Callable[[], health.ReplicaReport],
+        on_beat: Callable[[], None],
+    ) -> None:
+        self._report = report
+        self._on_beat = on_beat
+        self._handle: DeploymentHandle[Any] | None = None
+        self._was_heard = True
+
+    async def run(self) -> None:
+        """Beat until cancelled."""
+        while True:
+            await self.beat()
+            await asyncio.to_thread(self._on_beat)
+            await asyncio.sleep(health.HEARTBEAT_S)
+
+    async def beat(self) -> None:
+        """Send one report; a board that cannot be reached is logged once and tried again."""
+        try:
+            if self._handle is None:
+                self._handle = await asyncio.to_thread(handle)
+            async with asyncio.timeout(2 * health.HEARTBEAT_S):
+                await self._handle.report.remote(self._report())
+        except (RayError, RayServeException, KeyError, TimeoutError) as error:
+            if self._was_heard:
+                log.warning(
+                    "no health application at %s: %r; deploy shapeserve.serve:health_app "
+                    "there for readiness during warm-up",
+                    HEALTH_PREFIX,
+                    error,
+                )
+            self._was_heard = False
+        else:
+            self._was_heard = True

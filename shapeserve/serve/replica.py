@@ -1,0 +1,218 @@
+"""One replica: the deployment class that Ray Serve runs, around a frontend and its engines.
+
+Start-up: heartbeats to the health application begin, then the engines load and warm up in a thread;
+Ray routes requests here only once the constructor is through, that is when all of them are sealed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+from starlette.responses import Response
+
+from shapeserve.config import ModelConfig, ServeConfig, parse_policy
+from shapeserve.errors import ConfigError, ShapeServeError, Unavailable
+from shapeserve.metrics import Metrics, SwapResult, merge_texts
+from shapeserve.protocols.health import ReplicaReport, State
+from shapeserve.serve.frontend import Frontend
+from shapeserve.serve.health import Heartbeat
+from shapeserve.serve.ray_metrics import RayMirror
+
+if TYPE_CHECKING:
+    from shapeserve.engine import Engine
+
+log = logging.getLogger("shapeserve.serve")
+
+# A peer that has not answered a scrape by then is left out of it: Prometheus gives up at 10 s.
+SCRAPE_TIMEOUT_S = 5.0
+
+EngineFactory = Callable[[ModelConfig, Metrics], "Engine"]
+
+
+def new_engine(config: ModelConfig, metrics: Metrics) -> Engine:
+    """Make the engine of one model."""
+    from shapeserve.engine import Engine  # here, because building an application needs no torch
+
+    return Engine(config, metrics=metrics)
+
+
+class ShapeServe:
+    """HTTP, queues and engines of one process.
+
+    Args:
+        config: the service's configuration; every model gets an engine here.
+        make_engine: makes an unstarted engine; tests pass a fake.
+
+    Thread rule: Ray's event loop, which nothing here blocks; engines start, swap and close in
+    worker threads.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self, config: ServeConfig, make_engine: EngineFactory = new_engine
+    ) -> None:
+        _log_with_ray()
+        context = serve.get_replica_context()
+        self._name = context.replica_id.unique_id
+        self._deployment = (context.deployment, context.app_name)
+        self._peers: DeploymentHandle[Any] | None = None
+        self._drain_s = config.serve.drain_s
+        self._mirror = RayMirror()
+        self._metrics = Metrics(mirror=self._mirror)
+        self._engines = [make_engine(model, self._metrics) for model in config.models]
+        self._failure = ""
+        heart = Heartbeat(self.report, self._mirror.flush)
+        self._beating = asyncio.create_task(heart.run())
+        try:
+            await asyncio.to_thread(self._start_engines)
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            await heart.beat()  # the process ends now, and somebody waits for the reason
+            self._beating.cancel()
+            raise
+        self._by_name = {engine.spec.name: engine for engine in self._engines}
+        self._applied: dict[str, Any] = {}
+        self._frontend = Frontend(
+            self._by_name,
+            aliases={engine.spec.name: engine.config.aliases for engine in self._engines},
+            metrics=self._metrics,
+            max_body_bytes=config.serve.max_body_bytes,
+            metrics_text=self._all_metrics,
+            report=self.report,
+        )
+        await heart.beat()
+
+    def _start_engines(self) -> None:
+        for engine in self._engines:
+            engine.start()
+        names = [engine.spec.name for engine in self._engines]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"models: two of them are called {names}; give one another `name`")
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer one HTTP request."""
+        return await self._frontend(request)
+
+    # --- health -------------------------------------------------------------------------------
+
+    def report(self) -> ReplicaReport:
+        """Return this replica's health, as heartbeats and ``/v2/health/ready`` say it."""
+        steps = [engine.progress for engine in self._engines]
+        now = next((e.progress for e in self._engines if not e.ready), steps[-1])
+        state, message = self._state()
+        return ReplicaReport(
+            self._name,
+            state,
+            done=sum(step.done for step in steps),
+            total=sum(step.total for step in steps),
+            stage=now.stage,
+            detail=now.detail,
+            message=message,
+        )
+
+    def _state(self) -> tuple[State, str]:
+        if self._failure:
+            return "failed", self._failure
+        try:
+            for engine in self._engines:
+                engine.healthy()
+        except Unavailable as error:
+            return "unhealthy", str(error)
+        return ("ready" if all(engine.ready for engine in self._engines) else "warming"), ""
+
+    async def check_health(self) -> None:
+        """Raise if a device thread is dead or stuck; after three times Serve replaces us."""
+        for engine in self._engines:
+            engine.healthy()
+
+    # --- metrics ------------------------------------------------------------------------------
+
+    async def metrics_text(self) -> tuple[str, str]:
+        """Return this replica's name and exposition; replicas ask each other."""
+        return self._name, await asyncio.to_thread(self._metrics.text)
+
+    async def _all_metrics(self) -> str:
+        """Return the exposition of all replicas, or of this one if the others cannot be asked."""
+        parts: dict[str, str | None] = {}
+        try:
+            if self._peers is None:
+                self._peers = await asyncio.to_thread(
+                    serve.get_deployment_handle, *self._deployment
+                )
+            answers = await self._peers.broadcast("metrics_text").results_async(
+                timeout_s=SCRAPE_TIMEOUT_S, return_exceptions=True
+            )
+            for i, answer in enumerate(answers):
+                name, text = answer if isinstance(answer, tuple) else (f"unreachable-{i}", None)
+                parts[name] = text
+        except Exception:
+            # Whatever Ray's control plane is going through, a scrape gets at least our own part.
+            log.warning("cannot ask the other replicas for their metrics", exc_info=True)
+        if self._name not in parts:
+            parts[self._name] = (await self.metrics_text())[1]
+        return await asyncio.to_thread(merge_texts, parts)
+
+    # --- policy -------------------------------------------------------------------------------
+
+    async def reconfigure(self, user_config: Any) -> None:
+        """Apply ``{policies: {MODEL: policy}}``.
+
+        Never raises: Serve would kill this warm replica for it. A bad policy is logged and
+        counted, and the old one keeps serving.
+        """
+        try:
+            policies = dict((user_config or {}).get("policies") or {})
+        except (AttributeError, TypeError, ValueError):
+            log.error("user_config is not {policies: {MODEL: policy}}; it is ignored")
+            return
+        for name, policy in policies.items():
+            try:
+                await self._apply(name, policy)
+            except Exception:
+                log.exception("the policy for model %r was not applied", name)
+
+    async def _apply(self, name: str, policy: Any) -> None:
+        engine = self._by_name.get(name)
+        if engine is None:
+            served = ", ".join(self._by_name)
+            log.error("user_config has a policy for %r; served are: %s; ignored", name, served)
+            return
+        if self._applied.get(name) == policy:
+            return  # Serve calls again whenever anything else of the deployment changes
+        try:
+            parsed = parse_policy(policy)
+        except ConfigError as error:
+            self._metrics.policy_swaps_total.child(name, SwapResult.REJECTED).inc()
+            log.error("the policy for model %r is not valid and was not applied: %s", name, error)
+            return
+        try:
+            grid = await asyncio.to_thread(engine.swap_policy, parsed)
+        except ShapeServeError as error:  # counted by the engine
+            log.error("the policy for model %r was not applied: %s", name, error)
+            return
+        self._applied[name] = policy
+        log.info("model %r serves grid %s", name, grid.version)
+
+    # --- end ----------------------------------------------------------------------------------
+
+    async def __del__(self) -> None:
+        """Finish what is queued; Serve awaits this when requests in flight are answered."""
+        self._beating.cancel()
+        if hasattr(self, "_frontend"):
+            self._frontend.close()
+        for engine in self._engines:
+            await asyncio.to_thread(engine.close, self._drain_s)
+        self._mirror.flush()
+
+
+def _log_with_ray() -> None:
+    """Send our log lines where Ray Serve's go: its files, its format, the request id in them."""
+    ours, rays = logging.getLogger("shapeserve"), logging.getLogger("ray.serve")
+    ours.handlers = list(rays.handlers)
+    ours.setLevel(rays.level)
+    ours.propagate = False

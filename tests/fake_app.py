@@ -1,0 +1,23 @@
+"""``import_path: fake_app:app``: the real deployment; models with ``path: fake:...`` are fakes.
+
+No ``from __future__ import annotations`` here: Ray reads the builder's annotation at run time.
+"""
+
+from typing import Any
+
+from fake_engine import FakeEngine
+from ray.serve import Application
+
+from shapeserve.config import ModelConfig, ServeConfig
+from shapeserve.metrics import Metrics
+from shapeserve.serve.builder import build
+from shapeserve.serve.replica import new_engine
+
+
+def make_engine(config: ModelConfig, metrics: Metrics) -> Any:
+    fake = (config.path or "").startswith("fake:")
+    return (FakeEngine if fake else new_engine)(config, metrics)
+
+
+def app(args: ServeConfig) -> Application:
+    return build(args, make_engine)

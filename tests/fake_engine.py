@@ -1,0 +1,147 @@
+"""An engine without a model: the words of a text say what happens to it.
+
+``slow N`` answers after N seconds, ``nan`` is a row that fails, ``crash`` raises, ``full`` and
+``late`` are refused, ``die`` kills the engine; anything else is answered at once with a vector made
+of its length. ``fallback``, ``cut`` and ``split`` are answered and say that this was done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import numpy as np
+
+from shapeserve.buckets import Bucket, Grid
+from shapeserve.config import ModelConfig, Policy
+from shapeserve.engine import Result
+from shapeserve.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelError,
+    Overloaded,
+    RowFailed,
+    Unavailable,
+)
+from shapeserve.metrics import FallbackReason, Metrics, Mode, SwapResult
+from shapeserve.models.spec import ModelSpec, TensorSpec
+from shapeserve.warmup import WarmupProgress
+
+BUCKET = Bucket.of(batch=1, seq=8)
+DIM = 4
+
+
+class FakeEngine:
+    """The part of ``shapeserve.Engine`` that a replica uses."""
+
+    def __init__(self, config: ModelConfig, metrics: Metrics) -> None:
+        self.config = config
+        self.metrics = metrics
+        self.progress = WarmupProgress("load", 0, 3)
+        self.ready = False
+        self.cancelled = 0
+        self.waiting = 0
+        self.grid = Grid(("batch", "seq"), [BUCKET])
+        self._dead = ""
+
+    @property
+    def spec(self) -> ModelSpec:
+        tensor = TensorSpec("input_ids", "int64", ("batch", "seq"))
+        out = TensorSpec("sentence_embedding", "float32", ("batch", DIM))
+        return ModelSpec(
+            name=self.config.name or "fake",
+            task="embed",
+            dtype="float32",
+            inputs={"input_ids": tensor},
+            outputs={"sentence_embedding": out},
+            axes=("batch", "seq"),
+            max_length={"seq": 8},
+            hard_limit={"seq": 8},
+            embedding_dim=DIM,
+            normalize=True,
+        )
+
+    def start(self) -> FakeEngine:
+        if self.config.path == "fake:broken":
+            raise ModelError("the model directory is empty; put a model there")
+        for step in range(3):
+            self.progress = WarmupProgress("verify", step, 3, BUCKET.label)
+            time.sleep(1.0 if self.config.path == "fake:slow" else 0)
+        self.progress = WarmupProgress("verify", 3, 3)
+        self.metrics.preset(self.spec.name, [BUCKET.label], ["batch", "seq"])
+        self.metrics.set_grid_version(self.spec.name, self.grid.version)
+        self.ready = True
+        return self
+
+    def healthy(self) -> None:
+        if self._dead:
+            raise Unavailable(self._dead)
+
+    def prepare(self, samples: list[Any], *, over_max: str | None = None) -> list[Any]:
+        blank = [i for i, s in enumerate(samples) if isinstance(s, str) and not s.strip()]
+        if blank:
+            raise InvalidRequest(f"input[{blank[0]}] is blank", param=f"input[{blank[0]}]")
+        return list(samples)
+
+    async def submit_prepared(
+        self, samples: list[Any], *, deadline_s: float | None = None
+    ) -> list[Result | RowFailed]:
+        self.healthy()
+        words = [str(sample).split() for sample in samples]
+        if ["full"] in words:
+            raise Overloaded("the queue is full", retry_after_s=2)
+        if ["crash"] in words:
+            raise RuntimeError("secret detail")
+        if ["die"] in words:
+            self._dead = "the device thread died"
+            raise Unavailable(self._dead)
+        self.metrics.rows_accepted_total.child(self.spec.name).inc(len(samples))
+        seconds = max([float(w[1]) for w in words if w[0] == "slow"], default=0.0)
+        await self._sleep(seconds, deadline_s)
+        self.metrics.rows_total.child(self.spec.name, Mode.COMPILED, BUCKET.label).inc(len(samples))
+        return [self._answer(word, i) for i, word in enumerate(words)]
+
+    async def _sleep(self, seconds: float, deadline_s: float | None) -> None:
+        if deadline_s is not None and time.monotonic() + seconds > deadline_s:
+            await asyncio.sleep(max(deadline_s - time.monotonic(), 0))
+            raise DeadlineExceeded("the deadline passed before the row ran")
+        self.waiting += 1
+        try:
+            if seconds:
+                await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.waiting -= 1
+
+    def _answer(self, words: list[str], index: int) -> Result | RowFailed:
+        if words == ["nan"]:
+            return RowFailed("the model's output is not finite", param=f"input[{index}]")
+        vector = np.array([3, 0, 4, len(words)], dtype=np.float32)
+        vector /= np.linalg.norm(vector)
+        fallback = words == ["fallback"]
+        return Result(
+            {"sentence_embedding": vector},
+            length=len(words),
+            mode=Mode.FALLBACK if fallback else Mode.COMPILED,
+            bucket="none" if fallback else BUCKET.label,
+            truncated_from=600 if words == ["cut"] else None,
+            pieces=2 if words == ["split"] else 1,
+            reason=FallbackReason.OVER_MAX if fallback else None,
+        )
+
+    def swap_policy(self, policy: Policy) -> Grid:
+        sizes = policy["seq"].explicit or ()
+        if max(sizes) > 512:
+            self.metrics.policy_swaps_total.child(self.spec.name, SwapResult.REJECTED).inc()
+            raise ConfigError("policy.seq: 1024 is above the model's 512")
+        self.grid = Grid(("batch", "seq"), [Bucket.of(batch=1, seq=size) for size in sizes])
+        self.metrics.preset(self.spec.name, [b.label for b in self.grid.buckets], ["batch", "seq"])
+        self.metrics.set_grid_version(self.spec.name, self.grid.version)
+        return self.grid
+
+    def close(self, drain_s: float = 10.0) -> None:
+        self.ready = False

@@ -1,0 +1,405 @@
+"""The service on Ray Serve with its Python proxy: two replicas, a fake and a tiny real model."""
+
+import base64
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from fake_engine import BUCKET
+from service_process import ServiceProcess, eventually, free_port
+from tiny import text_of, write_model
+
+from shapeserve.config import ModelConfig
+from shapeserve.engine import Engine
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+MAX_BODY = 100_000
+DRAIN_S = 5
+NARROW = {"max_queue_rows": 4}
+POLICY = {"seq": {"explicit": [8, 16, 24]}, "batch": {"explicit": [1, 4]}}
+
+
+def tiny_model(directory: Path) -> dict[str, Any]:
+    return {
+        "name": "tiny",
+        "aliases": ["ada"],
+        "path": str(directory),
+        "compile": {"tier": "eager"},
+        "policy": {"seq": {"explicit": [8, 24]}, "batch": {"explicit": [1, 4]}},
+    }
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[ServiceProcess]:
+    config = {
+        "models": [
+            {"name": "fake", "path": "fake:slow"},
+            tiny_model(model_dir),
+            # The bound of a real queue.
+            {**tiny_model(model_dir), "name": "narrow", "aliases": [], "limits": NARROW},
+        ],
+        "serve": {
+            "port": free_port(),
+            "proxy": "default",
+            "replicas": 2,
+            "max_body_bytes": MAX_BODY,
+            "drain_s": DRAIN_S,
+        },
+    }
+    made = ServiceProcess(config, tmp_path_factory.mktemp("service"))
+    try:
+        made.until("started")
+        while_warming(made)
+        made.until("ready")
+        eventually(lambda: len(made.replicas()) == 2)
+        yield made
+    finally:
+        made.stop()
+
+
+seen_while_warming: list[tuple[int, int, dict[str, Any]]] = []
+
+
+def while_warming(service: ServiceProcess) -> None:
+    """Note what health says until it is ready: status of live, status and content of ready."""
+    while not seen_while_warming or seen_while_warming[-1][1] != 200:
+        live = httpx.get(service.url + "/v2/health/live", timeout=10).status_code
+        seen_while_warming.append((live, *service.ready()))
+
+
+@pytest.fixture(scope="module")
+def client(service: ServiceProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    return dict(response.json()["error"])
+
+
+# --- start-up -------------------------------------------------------------------------------------
+
+
+def test_while_warming_live_is_200_and_ready_503_with_progress(service: ServiceProcess) -> None:
+    assert {live for live, _, _ in seen_while_warming} == {200}
+    warming = [content for _, status, content in seen_while_warming if status == 503]
+    assert [c for c in warming if c["state"] == "warming" and 0 < c["done"] < c["total"]]
+    assert seen_while_warming[-1][2]["ready"] is True
+
+
+def test_whoever_waits_for_the_service_sees_the_progress(service: ServiceProcess) -> None:
+    steps = [tuple(e["at"]) for e in service.events if e["event"] == "progress"]
+    assert [s for s in steps if 0 < s[0] < s[1] and s[2] == f"verify {BUCKET.label}"]
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reference(model_dir: Path) -> Iterator[Engine]:
+    with Engine(ModelConfig(**tiny_model(model_dir))).start() as engine:
+        yield engine
+
+
+def vectors(engine: Engine, samples: list[Any]) -> np.ndarray:
+    return np.stack([r.outputs["sentence_embedding"] for r in engine.run(samples)])  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("encoding_format", [None, "float", "base64"])
+def test_the_official_client_gets_the_engines_vectors_for_texts(
+    client: openai.OpenAI, reference: Engine, encoding_format: Any
+) -> None:
+    texts = [text_of(n, seed=n) for n in (3, 8, 9, 24, 40)]
+    options = {"encoding_format": encoding_format} if encoding_format else {}
+    answer = client.embeddings.create(model="ada", input=texts, **options)
+    assert [item.index for item in answer.data] == list(range(len(texts)))
+    assert answer.model == "tiny"
+    assert answer.usage.total_tokens == 3 + 8 + 9 + 24 + 40
+    got = [item.embedding for item in answer.data]
+    if encoding_format == "base64":  # asked for by name, the client leaves it as it is
+        got = [np.frombuffer(base64.b64decode(v), "<f4") for v in got]  # type: ignore[arg-type]
+    np.testing.assert_allclose(np.array(got), vectors(reference, list(texts)), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("value", "samples"),
+    [
+        (text_of(5), [text_of(5)]),
+        ([2, 7, 9, 3], [[2, 7, 9, 3]]),
+        ([[2, 7, 9, 3], [2, 8, 3]], [[2, 7, 9, 3], [2, 8, 3]]),
+    ],
+    ids=["string", "token-ids", "lists-of-token-ids"],
+)
+def test_the_official_client_gets_them_for_every_form_of_input(
+    client: openai.OpenAI, reference: Engine, value: Any, samples: list[Any]
+) -> None:
+    answer = client.embeddings.create(model="tiny", input=value)
+    got = np.array([item.embedding for item in answer.data])
+    np.testing.assert_allclose(got, vectors(reference, samples), atol=1e-5)
+
+
+def test_the_official_client_lists_models_and_asks_for_dimensions(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list().data] == ["fake", "tiny", "narrow"]
+    assert client.models.retrieve("ada").id == "tiny"
+    short = client.embeddings.create(model="tiny", input="cat", dimensions=3).data[0].embedding
+    assert np.linalg.norm(short) == pytest.approx(1, abs=1e-6)
+
+
+def test_what_does_not_fit_a_bucket_is_reported(client: openai.OpenAI) -> None:
+    ask = client.embeddings.with_raw_response.create
+    long = ask(model="tiny", input=[text_of(5), text_of(40)]).headers
+    assert long["x-shapeserve-modes"] == "eager=1,fallback=1"
+    assert long["x-shapeserve-fallbacks"] == "over_max=1"
+    with pytest.raises(openai.BadRequestError, match="at most 48") as refused:
+        client.embeddings.create(model="tiny", input=[text_of(5), text_of(49)])
+    assert (refused.value.code, refused.value.param) == ("too_long", "input[1]")
+    cut = ask(model="tiny", input=[text_of(5), text_of(49)], extra_body={"truncate": True})
+    assert cut.headers["x-shapeserve-truncated"] == "1"
+    assert cut.parse().data[1].truncated_from == 49  # type: ignore[attr-defined]
+
+
+def test_the_official_client_raises_its_own_errors(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.embeddings.create(model="gpt", input="x")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.RateLimitError) as full:
+        client.embeddings.create(model="fake", input="full")
+    assert full.value.response.headers["retry-after"] == "2"
+
+
+# --- bad requests through the proxy ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "code"),
+    [
+        ({"content": b"{"}, 400, "invalid_json"),
+        ({"content": b'{"model":"fake","input":[NaN]}'}, 400, "invalid_json"),
+        ({"json": {"model": "fake", "input": ["a", ""]}}, 400, "invalid_value"),
+        ({"json": {"model": "tiny", "input": ["a", " "]}}, 400, "empty_input"),
+        ({"json": {"model": "tiny", "input": [[2, 10**6, 3]]}}, 400, "invalid_value"),
+        ({"data": {"input": "a"}}, 415, "unsupported_media_type"),
+        ({"content": b" " * (MAX_BODY + 1)}, 413, "body_too_large"),
+        ({"content": b" " * (20 * MAX_BODY)}, 413, "body_too_large"),
+        ({"content": (b" " * 10_000 for _ in range(30))}, 413, "body_too_large"),
+        ({"json": {"model": "fake", "input": "full"}}, 429, "queue_full"),
+        ({"json": {"model": "narrow", "input": ["a"] * 5}}, 429, "queue_full"),
+        ({"json": {"model": "fake", "input": ["a", "nan"]}}, 500, "row_failed"),
+        ({"json": {"model": "fake", "input": "crash"}}, 500, "internal_error"),
+    ],
+    ids=[
+        *("json", "nan", "empty", "blank", "vocabulary", "form", "large", "huge", "chunked"),
+        *("full", "rows", "row-failed", "crash"),
+    ],
+)
+def test_a_bad_request_gets_its_json_error_and_harms_nobody(
+    service: ServiceProcess, request_: Any, status: int, code: str
+) -> None:
+    response = service.http.post("/v1/embeddings", **request_)
+    assert (response.status_code, error_of(response)["code"]) == (status, code)
+    assert service.embed("fine").status_code == 200
+
+
+def test_unknown_paths_and_methods_get_json_errors(service: ServiceProcess) -> None:
+    assert error_of(service.http.get("/v1/nothing"))["code"] == "unknown_path"
+    assert error_of(service.http.get("/v2/health/nothing"))["code"] == "unknown_path"
+    assert service.http.delete("/v1/models").headers["allow"] == "GET"
+
+
+@pytest.mark.parametrize("text", ["fine", "", "full", "crash", "nan"])
+def test_every_response_carries_the_request_id_once(service: ServiceProcess, text: str) -> None:
+    sent = service.embed(text, headers={"x-request-id": "my-id"})
+    assert sent.headers.get_list("x-request-id") == ["my-id"]
+    made = service.embed(text)
+    assert len(made.headers.get_list("x-request-id")) == 1
+
+
+def test_a_deadline_is_a_504_before_ray_gives_up(service: ServiceProcess) -> None:
+    response = service.embed("slow 60", headers={"x-request-timeout-seconds": "1"})
+    assert (response.status_code, error_of(response)["code"]) == (504, "deadline_exceeded")
+
+
+# --- under load -----------------------------------------------------------------------------------
+
+
+def send_raw(service: ServiceProcess, text: str) -> socket.socket:
+    """Send a request and return its socket without reading the answer."""
+    body = json.dumps({"model": "fake", "input": text}).encode()
+    head = f"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    connection = socket.create_connection(("127.0.0.1", httpx.URL(service.url).port or 0))
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+def test_a_client_that_leaves_frees_its_rows_and_harms_nobody(service: ServiceProcess) -> None:
+    before = service.total("requests_total", outcome="cancelled")
+    leaving = [send_raw(service, "slow 600") for _ in range(3)]
+    staying = send_raw(service, "slow 1")
+    for connection in leaving:
+        connection.close()
+    eventually(lambda: service.total("requests_total", outcome="cancelled") == before + 3)
+    assert staying.recv(15) == b"HTTP/1.1 200 OK"
+    staying.close()
+
+
+def test_metrics_answer_while_requests_wait(service: ServiceProcess) -> None:
+    waiting = [send_raw(service, "slow 600") for _ in range(40)]
+    try:
+        assert len(service.replicas()) == 2
+    finally:
+        for connection in waiting:
+            connection.close()
+
+
+def test_metrics_of_all_replicas_add_up_and_every_request_counts_once(
+    service: ServiceProcess,
+) -> None:
+    asked = {"model": "fake", "endpoint": "embeddings"}
+    before = service.total("requests_total", **asked)
+    timed = service.total("request_seconds_count", **asked)
+    for text in ["a", "b", "", "full", "nan", "crash"] * 4:
+        service.embed(text)
+    assert service.total("requests_total", **asked) == before + 24
+    assert service.total("request_seconds_count", **asked) == timed + 24
+    counted = {
+        dict(key)["replica"]
+        for key, value in service.samples()["shapeserve_requests_total"].items()
+        if value and dict(key)["endpoint"] == "embeddings"
+    }
+    assert counted == service.replicas()  # both replicas have worked
+
+
+def test_our_metrics_are_in_rays_own_scrape_too(service: ServiceProcess) -> None:
+    port = service.do(metrics_port=None)["answer"]
+    wanted = [
+        "ray_shapeserve_requests_total{",
+        "ray_shapeserve_request_seconds_bucket{",
+        "ray_shapeserve_grid_info{",
+    ]
+
+    def found() -> bool:
+        text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text
+        return all(name in text for name in wanted)
+
+    eventually(found)
+
+
+# --- changes --------------------------------------------------------------------------------------
+
+
+def grids(service: ServiceProcess, model: str) -> set[str]:
+    series = service.samples()["shapeserve_grid_info"]
+    return {dict(key)["version"] for key in series if dict(key)["model"] == model}
+
+
+def test_a_new_policy_is_swapped_in_without_restarting_a_replica(service: ServiceProcess) -> None:
+    replicas, (old,) = service.replicas(), grids(service, "tiny")
+    assert service.do(policy=["tiny", POLICY])["event"] == "done"
+    eventually(lambda: grids(service, "tiny").isdisjoint({old}))
+    assert len(grids(service, "tiny")) == 1
+    assert service.replicas() == replicas
+    answer = service.embed(text_of(12), model="tiny")
+    assert answer.headers["x-shapeserve-buckets"] == "batch=1,seq=16 x1"
+
+
+def test_a_policy_that_does_not_fit_is_counted_and_the_old_one_serves(
+    service: ServiceProcess,
+) -> None:
+    replicas, before = service.replicas(), grids(service, "fake")
+    assert service.do(policy=["fake", {"seq": {"explicit": [1024]}}])["event"] == "done"
+    eventually(lambda: service.total("policy_swaps_total", model="fake", result="rejected") == 2)
+    assert (service.replicas(), grids(service, "fake")) == (replicas, before)
+    assert service.embed("fine").status_code == 200
+
+
+def test_no_user_config_at_all_brings_a_replica_down(service: ServiceProcess) -> None:
+    replicas, before = service.replicas(), grids(service, "narrow")
+    rejected = {"model": "narrow", "result": "rejected"}
+    bad = {"narrow": {"seq": {"explicit": "all"}}, "gpt": {}, "tiny": 5}
+    for policies in (["narrow"], bad):
+        assert service.do(raw_policies=policies)["event"] == "done"
+    eventually(lambda: service.total("policy_swaps_total", **rejected) == 2)
+    service.do(raw_policies={"tiny": POLICY})
+    assert (service.replicas(), grids(service, "narrow")) == (replicas, before)
+    assert service.ready()[0] == 200
+
+
+def test_a_policy_that_is_none_is_refused_before_it_is_deployed(service: ServiceProcess) -> None:
+    said = service.do(policy=["fake", {"seq": {"explicit": [8, 4]}}])
+    assert said["event"] == "error"
+    assert "comes after 8" in said["message"]
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+def answers(service: ServiceProcess) -> bool:
+    try:
+        return service.embed("fine").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_a_killed_replica_is_replaced_and_its_series_end(service: ServiceProcess) -> None:
+    before, swapped = service.replicas(), grids(service, "tiny")
+    victims = service.pids("ServeReplica:shapeserve:ShapeServe")
+    assert len(victims) == 2
+    os.kill(victims[0], signal.SIGKILL)
+    eventually(lambda: answers(service) and len(service.replicas() - before) == 1)
+    assert len(service.replicas()) == 2
+    assert service.ready()[0] == 200
+    assert grids(service, "tiny") == swapped  # the successor has the policy of the update
+
+
+def test_a_replica_whose_engine_died_is_replaced(service: ServiceProcess) -> None:
+    before = service.replicas()
+    assert service.embed("die").status_code == 503
+    eventually(lambda: answers(service) and len(service.replicas() - before) == 1)
+    eventually(lambda: len(service.replicas()) == 2)
+
+
+# --- the end: keep this test last -----------------------------------------------------------------
+
+
+def test_sigterm_turns_readiness_off_and_answers_what_is_in_flight(
+    service: ServiceProcess,
+) -> None:
+    eventually(lambda: service.ready()[0] == 200 and answers(service))
+    waiting = [send_raw(service, "slow 2") for _ in range(4)]
+    time.sleep(0.5)  # until they are in flight: their waiting shows nowhere
+    states: set[str] = set()
+    watch = threading.Event()
+
+    def look() -> None:
+        while not watch.is_set():
+            states.add(service.ready()[1].get("state", ""))
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    service.process.send_signal(signal.SIGTERM)
+    said = service.until("stopped")
+    watch.set()
+    looking.join()
+    assert said["seconds"] <= DRAIN_S + 5
+    assert "draining" in states
+    for connection in waiting:
+        assert connection.recv(15) == b"HTTP/1.1 200 OK"
+        connection.close()
+    assert service.process.wait(60) == 0
+    eventually(lambda: service.pids("") == [])

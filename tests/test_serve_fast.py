@@ -1,0 +1,146 @@
+"""The service on Ray Serve behind HAProxy, which is what ``shapeserve serve`` starts by default."""
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from service_process import ServiceProcess, eventually, free_port, listening
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+MAX_BODY = 100_000
+DRAIN_S = 5
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    config = {
+        "models": [{"name": "fake", "path": "fake:slow"}],
+        "serve": {
+            "port": free_port(),
+            "proxy": "fast",
+            "max_body_bytes": MAX_BODY,
+            "drain_s": DRAIN_S,
+        },
+    }
+    made = ServiceProcess(config, tmp_path_factory.mktemp("service"))
+    try:
+        made.until("started")
+        while_warming(made)
+        made.until("ready")
+        yield made
+    finally:
+        made.stop()
+
+
+seen_while_warming: list[tuple[int, int, dict[str, Any]]] = []
+
+
+def while_warming(service: ServiceProcess) -> None:
+    """Note what health says until it is ready: status of live, status and content of ready."""
+    while not seen_while_warming or seen_while_warming[-1][1] != 200:
+        live = httpx.get(service.url + "/v2/health/live", timeout=10).status_code
+        seen_while_warming.append((live, *service.ready()))
+
+
+def test_while_warming_live_is_200_and_ready_503_with_progress(service: ServiceProcess) -> None:
+    assert {live for live, _, _ in seen_while_warming} == {200}
+    warming = [content for _, status, content in seen_while_warming if status == 503]
+    assert [c for c in warming if c["state"] == "warming" and 0 < c["done"] < c["total"]]
+
+
+def test_it_answers_behind_haproxy(service: ServiceProcess) -> None:
+    assert len(service.pids("haproxy.cfg")) >= 1
+    response = service.embed(["two words", "fallback"], headers={"x-request-id": "my-id"})
+    assert response.status_code == 200
+    assert response.headers["x-shapeserve-modes"] == "compiled=1,fallback=1"
+    assert response.headers.get_list("x-request-id") == ["my-id"]
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [("", 400), ("full", 429), ("crash", 500), ("nan", 500)],
+)
+def test_its_errors_pass_haproxy_unchanged(service: ServiceProcess, text: str, status: int) -> None:
+    response = service.embed(text)
+    assert response.status_code == status
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    assert len(response.headers.get_list("x-request-id")) == 1
+
+
+def test_a_deadline_passes_haproxy_as_504(service: ServiceProcess) -> None:
+    response = service.embed("slow 60", headers={"x-request-timeout-seconds": "1"})
+    assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
+
+
+@pytest.mark.parametrize("size", [MAX_BODY + 1, 20 * MAX_BODY])
+def test_a_body_over_the_limit_is_a_413(service: ServiceProcess, size: int) -> None:
+    response = service.http.post("/v1/embeddings", content=b" " * size)
+    assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
+
+
+def test_a_client_that_leaves_is_noticed(service: ServiceProcess) -> None:
+    body = b'{"model":"fake","input":"slow 600"}'
+    with socket.create_connection(("127.0.0.1", httpx.URL(service.url).port or 0)) as connection:
+        head = f"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        time.sleep(0.5)  # until it is in flight: its waiting shows nowhere
+    eventually(lambda: service.total("requests_total", outcome="cancelled") == 1)
+
+
+def test_haproxy_listens_on_the_loopback_interface_only(service: ServiceProcess) -> None:
+    addresses = listening(service.pids("haproxy.cfg"))
+    assert len(addresses) >= 3  # the service, the statistics page, the Prometheus exporter
+    assert set(addresses) == {"127.0.0.1"}
+
+
+def test_a_killed_replica_turns_readiness_off_until_its_successor_is_warm(
+    service: ServiceProcess,
+) -> None:
+    (victim,) = service.pids("ServeReplica:shapeserve:ShapeServe")
+    os.kill(victim, signal.SIGKILL)
+    eventually(lambda: service.ready()[0] == 503)
+    eventually(lambda: service.ready()[0] == 200)
+
+    def answers() -> bool:
+        try:
+            return service.embed("fine").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    eventually(answers)
+
+
+# --- the end: keep this test last -----------------------------------------------------------------
+
+
+def test_ctrl_c_in_a_terminal_answers_what_is_in_flight_and_leaves_nothing(
+    service: ServiceProcess,
+) -> None:
+    statuses: list[int] = []
+
+    def ask() -> None:
+        body = {"model": "fake", "input": "slow 2"}
+        response = httpx.post(service.url + "/v1/embeddings", json=body, timeout=60)
+        statuses.append(response.status_code)
+
+    asking = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in asking:
+        thread.start()
+    time.sleep(0.5)  # until they are in flight: their waiting shows nowhere
+    service.interrupt_group()
+    said = service.until("stopped")
+    for thread in asking:
+        thread.join()
+    assert statuses == [200] * 4
+    assert said["seconds"] <= DRAIN_S + 5
+    assert service.process.wait(60) == 0
+    eventually(lambda: service.pids("") == [])
+    assert not Path(service.events[0]["private"]).exists()
