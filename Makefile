@@ -15,7 +15,7 @@ SOURCES := shapeserve tests benchmarks
 export HF_HUB_OFFLINE = 1
 export RAY_USAGE_STATS_ENABLED = 0
 
-.PHONY: demo test check format bench test-gpu clean
+.PHONY: demo test check format bench chaos soak test-gpu clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
@@ -35,6 +35,13 @@ format: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/serve_load.py $(BENCH_ARGS)
+
+# Replicas are killed, device threads die, clients leave: the tests that do so, against real Ray.
+chaos: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m ray -k 'killed or died or leaves or ctrl_c or sigterm' $(PYTEST_ARGS)
+
+soak: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
