@@ -1,6 +1,6 @@
 """An engine without a model: the words of a text say what happens to it.
 
-``slow N`` answers after N seconds, ``nan`` is a row that fails, ``crash`` raises, ``full`` and
+``slow N`` waits N seconds in the queue, ``nan`` is a row that fails, ``crash`` raises, ``full`` and
 ``late`` are refused, ``die`` kills the engine; anything else is answered at once with a vector made
 of its length. ``fallback``, ``cut`` and ``split`` are answered and say that this was done.
 """
@@ -107,7 +107,7 @@ class FakeEngine:
         if deadline_s is not None and time.monotonic() + seconds > deadline_s:
             await asyncio.sleep(max(deadline_s - time.monotonic(), 0))
             raise DeadlineExceeded("the deadline passed before the row ran")
-        self.waiting += 1
+        self._wait(+1)
         try:
             if seconds:
                 await asyncio.sleep(seconds)
@@ -115,7 +115,11 @@ class FakeEngine:
             self.cancelled += 1
             raise
         finally:
-            self.waiting -= 1
+            self._wait(-1)
+
+    def _wait(self, change: int) -> None:
+        self.waiting += change
+        self.metrics.queue_rows.child(self.spec.name).set(self.waiting)
 
     def _answer(self, words: list[str], index: int) -> Result | RowFailed:
         if words == ["nan"]:

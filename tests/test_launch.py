@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from shapeserve.config import ServeConfig
 from shapeserve.errors import ConfigError, ModelError
@@ -114,6 +115,18 @@ def test_the_deployed_args_are_the_configuration() -> None:
         "name": "ShapeServe",
         "user_config": {"policies": {"mini": {"seq": {}}}},
     }
+
+
+def test_the_documented_serve_config_deploys_what_the_command_does() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "http.md").read_text()
+    documented = yaml.safe_load(text.split("```yaml")[1].split("```")[0])
+    deployed = launch.deploy_schema(config())
+    for ours, theirs in zip(documented["applications"], deployed["applications"], strict=True):
+        for key in ("name", "route_prefix", "import_path"):
+            assert ours[key] == theirs[key]
+    ServeConfig.from_dict(documented["applications"][1]["args"])
+    ours, theirs = (d["applications"][1]["deployments"] for d in (documented, deployed))
+    assert ours == theirs
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import base64
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -394,3 +395,9 @@ def test_a_body_announced_over_the_limit_is_a_413_with_both_numbers() -> None:
 def test_a_content_length_that_is_no_number_is_a_400(value: str) -> None:
     with pytest.raises(InvalidRequest):
         http.parse_content_length(value, 10)
+
+
+def test_the_documentation_names_every_field_and_choice() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "http.md").read_text()
+    missing = [word for word in (*openai._FIELDS, *openai.OVER_MAX) if f"`{word}`" not in text]
+    assert missing == []

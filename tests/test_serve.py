@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -230,6 +229,13 @@ def test_every_response_carries_the_request_id_once(service: ServiceProcess, tex
     assert len(made.headers.get_list("x-request-id")) == 1
 
 
+def test_a_refusal_is_in_the_replicas_log_with_the_request_id(service: ServiceProcess) -> None:
+    service.embed(["a", ""], headers={"x-request-id": "find-me"})
+    logs = Path(service.events[0]["private"], "session_latest/logs/serve")
+    line = "embeddings 400 invalid_value model=fake request=find-me"
+    eventually(lambda: any(line in log.read_text() for log in logs.glob("replica_shapeserve_*")))
+
+
 def test_a_deadline_is_a_504_before_ray_gives_up(service: ServiceProcess) -> None:
     response = service.embed("slow 60", headers={"x-request-timeout-seconds": "1"})
     assert (response.status_code, error_of(response)["code"]) == (504, "deadline_exceeded")
@@ -247,10 +253,15 @@ def send_raw(service: ServiceProcess, text: str) -> socket.socket:
     return connection
 
 
+def waiting_rows(service: ServiceProcess) -> float:
+    return service.total("queue_rows", model="fake")
+
+
 def test_a_client_that_leaves_frees_its_rows_and_harms_nobody(service: ServiceProcess) -> None:
     before = service.total("requests_total", outcome="cancelled")
     leaving = [send_raw(service, "slow 600") for _ in range(3)]
-    staying = send_raw(service, "slow 1")
+    staying = send_raw(service, "slow 5")
+    eventually(lambda: waiting_rows(service) == 4)
     for connection in leaving:
         connection.close()
     eventually(lambda: service.total("requests_total", outcome="cancelled") == before + 3)
@@ -261,6 +272,7 @@ def test_a_client_that_leaves_frees_its_rows_and_harms_nobody(service: ServicePr
 def test_metrics_answer_while_requests_wait(service: ServiceProcess) -> None:
     waiting = [send_raw(service, "slow 600") for _ in range(40)]
     try:
+        eventually(lambda: waiting_rows(service) == 40)
         assert len(service.replicas()) == 2
     finally:
         for connection in waiting:
@@ -381,8 +393,8 @@ def test_sigterm_turns_readiness_off_and_answers_what_is_in_flight(
     service: ServiceProcess,
 ) -> None:
     eventually(lambda: service.ready()[0] == 200 and answers(service))
-    waiting = [send_raw(service, "slow 2") for _ in range(4)]
-    time.sleep(0.5)  # until they are in flight: their waiting shows nowhere
+    waiting = [send_raw(service, "slow 3") for _ in range(4)]
+    eventually(lambda: waiting_rows(service) == 4)
     states: set[str] = set()
     watch = threading.Event()
 

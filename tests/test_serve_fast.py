@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,7 +90,7 @@ def test_a_client_that_leaves_is_noticed(service: ServiceProcess) -> None:
     with socket.create_connection(("127.0.0.1", httpx.URL(service.url).port or 0)) as connection:
         head = f"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
-        time.sleep(0.5)  # until it is in flight: its waiting shows nowhere
+        eventually(lambda: service.total("queue_rows") == 1)
     eventually(lambda: service.total("requests_total", outcome="cancelled") == 1)
 
 
@@ -127,14 +126,14 @@ def test_ctrl_c_in_a_terminal_answers_what_is_in_flight_and_leaves_nothing(
     statuses: list[int] = []
 
     def ask() -> None:
-        body = {"model": "fake", "input": "slow 2"}
+        body = {"model": "fake", "input": "slow 3"}
         response = httpx.post(service.url + "/v1/embeddings", json=body, timeout=60)
         statuses.append(response.status_code)
 
     asking = [threading.Thread(target=ask) for _ in range(4)]
     for thread in asking:
         thread.start()
-    time.sleep(0.5)  # until they are in flight: their waiting shows nowhere
+    eventually(lambda: service.total("queue_rows") == 4)
     service.interrupt_group()
     said = service.until("stopped")
     for thread in asking:

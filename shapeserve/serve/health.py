@@ -101,8 +101,11 @@ class Heartbeat:
     async def run(self) -> None:
         """Beat until cancelled."""
         while True:
-            await self.beat()
-            await asyncio.to_thread(self._on_beat)
+            try:
+                await self.beat()
+                await asyncio.to_thread(self._on_beat)
+            except Exception:  # without heartbeats a good replica counts as dead
+                log.exception("a heartbeat failed; the next one follows")
             await asyncio.sleep(health.HEARTBEAT_S)
 
     async def beat(self) -> None:
