@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import engines
@@ -17,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shapeserve.config import AxisPolicy, ServeConfig
-from shapeserve.engine import Engine
+from shapeserve.engine import Engine, Result
+from shapeserve.engine.prepare import _as_array
 from shapeserve.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -27,6 +29,7 @@ from shapeserve.errors import (
     Unavailable,
 )
 from shapeserve.metrics import identities
+from shapeserve.models.spec import TensorSpec
 from shapeserve.warmup.probe import relative_error
 
 BUCKETS = {"seq": {"explicit": [8, 16, 24]}, "batch": {"explicit": [1, 2, 4]}}
@@ -252,7 +255,7 @@ def test_bad_samples_are_refused_by_index_and_nothing_is_queued(
 
 def test_all_bad_rows_are_named_up_to_ten(engine: Engine) -> None:
     with pytest.raises(InvalidRequest, match=r"input\[0\].*input\[9\].*and 2 more"):
-        engine.run([""] * 12)
+        engine.prepare([""] * 12)
 
 
 def test_no_samples_is_refused_online_and_empty_offline(engine: Engine) -> None:
@@ -433,8 +436,7 @@ def test_a_dead_device_thread_fails_everybody_and_turns_health_red(text_dir: Pat
     engine.healthy()
     with Blocked(engine):
         future = engine.admit_when_free(engine.prepare([tiny.text_of(5)] * 3))
-        with engine._device.lock:
-            engine._device._jobs.append(_die)
+        engine._device.call(_die)
     with pytest.raises(Unavailable, match="died"):
         future.result(10)
     with pytest.raises(Unavailable, match="died"):
@@ -443,6 +445,71 @@ def test_a_dead_device_thread_fails_everybody_and_turns_health_red(text_dir: Pat
         engine.run([tiny.text_of(5)])
     assert at_rest(engine) == []
     engine.close()
+
+
+class _Exits(dict[str, np.ndarray]):
+    """Arrays that end the thread which reads them: what a SystemExit in a model does."""
+
+    def __getitem__(self, key: str) -> np.ndarray:
+        raise SystemExit("planted")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_i6_a_device_thread_that_dies_in_a_batch_settles_its_rows_too(text_dir: Path) -> None:
+    engine = engines.started(engines.text_config(text_dir, policy=BUCKETS))
+    (sample,) = engine.prepare([tiny.text_of(5)])
+    (row,) = sample.rows
+    arrays = replace(row.arrays, arrays=_Exits(row.arrays.arrays))
+    deadly = replace(sample, rows=(replace(row, arrays=arrays),))
+    with Blocked(engine):
+        doomed = engine.admit_when_free([deadly, sample])
+        later = engine.admit_when_free([replace(sample)])
+    for future in (doomed, later):
+        with pytest.raises(Unavailable, match="died"):
+            future.result(10)
+    assert engines.value(engine, "rows_dropped_total", reason="failed") == 3
+    assert at_rest(engine) == []
+    engine.close()
+
+
+def test_closing_an_engine_that_starts_ends_the_start(text_dir: Path) -> None:
+    closers: list[threading.Thread] = []
+
+    def close(_: object) -> None:
+        if not closers:
+            closers.append(threading.Thread(target=engine.close, args=(0.0,)))
+            closers[0].start()
+            time.sleep(0.05)
+
+    engine = Engine(engines.text_config(text_dir, policy=BUCKETS), on_progress=close)
+    with pytest.raises(Unavailable, match="closed while it started"):
+        engine.start()
+    closers[0].join(30)
+    assert not engine.ready
+
+
+def test_offline_errors_stand_in_their_place_with_their_own_index(engine: Engine) -> None:
+    samples = [tiny.text_of(5), "", tiny.text_of(6), tiny.text_of(60)]
+    good, empty, also, long = engine.run(samples, on_error="return")
+    assert [type(x) for x in (good, also)] == [Result, Result]
+    assert isinstance(empty, InvalidRequest)
+    assert empty.param == "input[1]"
+    assert isinstance(long, InvalidRequest)
+    assert long.param == "input[3]"
+
+
+def test_a_text_of_absurd_length_is_refused_without_reading_it(engine: Engine) -> None:
+    with pytest.raises(InvalidRequest, match=r"input\[0\] has 1000000 characters") as e:
+        engine.prepare(["x" * 1_000_000])
+    assert e.value.code == "too_long"
+
+
+@pytest.mark.parametrize(
+    "bad", [np.array([0.5]), [2**40], [[1], [1, 2]]], ids=["float", "range", "ragged"]
+)
+def test_arrays_that_the_input_cannot_hold_are_refused_instead_of_cast(bad: object) -> None:
+    spec = TensorSpec("ids", "int32", ("batch", "seq"))
+    assert _as_array(bad, spec) is None
 
 
 def test_a_stuck_device_thread_turns_health_red(

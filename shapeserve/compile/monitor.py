@@ -89,6 +89,7 @@ class CompileMonitor:
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._metrics = metrics
         self._model = model
+        self.eager_frames = 0
         dynamo_utils.set_compilation_metrics_limit(_RECORDS_KEPT)
 
     def collect(self, phase: CompilePhase) -> tuple[CompileEvent, ...]:
@@ -113,6 +114,7 @@ class CompileMonitor:
 
     def count_eager_frame(self) -> None:
         """Count a call that ran eager because torch refused to compile once more."""
+        self.eager_frames += 1
         reason = EagerFrameReason.RECOMPILE_LIMIT
         self._metrics.eager_frames_total.labels(model=self._model, reason=reason).inc()
 

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -48,7 +48,7 @@ class DeviceThread:
         self._next_wakeup = next_wakeup
         self._on_death = on_death
         self._threads = threads
-        self._jobs: deque[Work] = deque()
+        self._jobs: deque[tuple[Work, Future[Any]]] = deque()
         self._closing = False
         self._busy_since: float | None = None
         self._thread = threading.Thread(target=self._main, name="shapeserve-device", daemon=True)
@@ -74,14 +74,16 @@ class DeviceThread:
         def run() -> None:
             try:
                 future.set_result(job())
-            except Exception as error:
+            except BaseException as error:
                 future.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise  # SystemExit and its like end the thread, and everybody is told
 
         with self.lock:
             if self._closing or not self.alive:
                 future.set_exception(RuntimeError("the device thread is not running"))
                 return future
-            self._jobs.append(run)
+            self._jobs.append((run, future))
             self.lock.notify_all()
         return future
 
@@ -106,6 +108,11 @@ class DeviceThread:
                 self._loop()
         except BaseException as error:  # whatever it is, those who wait must be told
             log.critical("the device thread died: %r", error, exc_info=error)
+            with self.lock:
+                self._closing = True  # no job is taken any more
+                left, self._jobs = self._jobs, deque()
+            for _, future in left:
+                future.set_exception(RuntimeError(f"the device thread died: {error!r}"))
             self._on_death(error)
 
     def _loop(self) -> None:
@@ -123,5 +130,5 @@ class DeviceThread:
 
     def _take(self) -> Work | None:
         if self._jobs:
-            return self._jobs.popleft()
+            return self._jobs.popleft()[0]
         return None if self._closing else self._next_work()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -13,7 +14,7 @@ from typing import Literal, Self, overload
 
 from shapeserve.batcher import Batch, Batcher, Row
 from shapeserve.buckets import Grid
-from shapeserve.config import ModelConfig, Policy, ServeConfig
+from shapeserve.config import ModelConfig, Policy, RareShape, ServeConfig
 from shapeserve.engine.build import Built, build, new_runner
 from shapeserve.engine.combine import combine
 from shapeserve.engine.device import DeviceThread, Work
@@ -33,8 +34,8 @@ from shapeserve.engine.rows import (
 from shapeserve.errors import (
     ConfigError,
     DeadlineExceeded,
+    InvalidRequest,
     RowFailed,
-    ShapeServeError,
     Unavailable,
 )
 from shapeserve.metrics import CompilePhase, DropReason, Metrics, SwapResult
@@ -126,7 +127,10 @@ class Engine:
             self._state = "closed"
             raise
         self.metrics.warmup_seconds.labels(model=self.spec.name).set(time.monotonic() - started)
-        self._state = "ready"
+        with self._device.lock:
+            if self._state != "starting":
+                raise Unavailable(f"the engine was closed while it started ({self._state})")
+            self._state = "ready"
         return self
 
     def _start_on_device(self) -> None:
@@ -150,13 +154,17 @@ class Engine:
             return
         deadline = time.monotonic() + drain_s
         with self._device.lock:
+            if self._state == "starting":
+                deadline = time.monotonic()  # there is nothing to drain
             if self._state != "dead":
                 self._state = "closing"
             while self._device.alive and self._unfinished() and time.monotonic() < deadline:
                 self._device.lock.wait(_POLL_S)
             left = self._batcher.close()
             self._count_queue()
-        self._executor.drop(left, DropReason.SHUTDOWN, Unavailable("the service is shutting down"))
+        if left:
+            gone = Unavailable("the service is shutting down")
+            self._executor.drop(left, DropReason.SHUTDOWN, gone)
         self._device.close(max(deadline - time.monotonic(), 1.0))
         self._state = "closed"
 
@@ -218,6 +226,19 @@ class Engine:
             raise Unavailable(f"the engine is {self._state}")
         return self._preparer.prepare(samples, over_max=over_max, param=param)
 
+    def prepare_each(
+        self, samples: Sequence[Sample], *, first: int = 0
+    ) -> list[PreparedSample | InvalidRequest]:
+        """As :meth:`prepare`, with the error of a bad sample in its place.
+
+        Args:
+            samples: any number.
+            first: index of the first of them in the caller's list, for error messages.
+        """
+        if self._preparer is None:
+            raise Unavailable(f"the engine is {self._state}")
+        return self._preparer.prepare_each(samples, first=first)
+
     async def submit(
         self, sample: Sample, *, over_max: str | None = None, deadline_s: float | None = None
     ) -> Result:
@@ -261,7 +282,7 @@ class Engine:
 
         def deliver(outcomes: list[Outcome]) -> None:
             # A closed loop has nobody left who could wait for this.
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(_resolve, future, outcomes)
 
         ticket = self._admit(samples, deliver, deadline_s)
@@ -284,7 +305,7 @@ class Engine:
     @overload
     def run(
         self, samples: Sequence[Sample], *, progress: bool = False, on_error: Literal["return"]
-    ) -> list[Result | RowFailed]: ...
+    ) -> list[Result | RowFailed | InvalidRequest]: ...
 
     def run(
         self,
@@ -292,28 +313,35 @@ class Engine:
         *,
         progress: bool = False,
         on_error: Literal["raise", "return"] = "raise",
-    ) -> Sequence[Result | RowFailed]:
+    ) -> Sequence[Result | RowFailed | InvalidRequest]:
         """Answer any number of samples offline, in order, waiting where the queue is full.
 
         Args:
             samples: texts, token ids or arrays by input name.
             progress: show a progress bar on stderr.
-            on_error: ``raise`` the first failed row, or ``return`` it in its place.
+            on_error: ``raise`` the error of the first bad or failed sample, or ``return`` it in
+                the sample's place.
         """
         return run_offline(self, samples, progress=progress, on_error=on_error)
 
     def admit_when_free(
-        self, samples: Sequence[PreparedSample]
+        self, samples: Sequence[PreparedSample], *, indices: Sequence[int] | None = None
     ) -> Future[list[Result | RowFailed]]:
-        """Queue samples as soon as the queue has room for all of them; blocks until then."""
+        """Queue samples as soon as the queue has room for all of them; blocks until then.
+
+        Args:
+            samples: prepared ones.
+            indices: where each stands in the caller's list, for error messages.
+        """
         future: Future[list[Result | RowFailed]] = Future()
+        future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
         rows = sum(len(sample.rows) for sample in samples)
         cost = sum(row.cost for sample in samples for row in sample.rows)
 
         def deliver(outcomes: list[Outcome]) -> None:
             try:
-                future.set_result(self._results(samples, outcomes))
-            except ShapeServeError as error:
+                future.set_result(self._results(samples, outcomes, indices))
+            except Exception as error:  # the caller's to see, not the device thread's to die of
                 future.set_exception(error)
 
         with self._device.lock:
@@ -378,12 +406,15 @@ class Engine:
         self._executor.count_dropped(len(dropped), DropReason.CANCELLED)
 
     def _results(
-        self, samples: Sequence[PreparedSample], outcomes: Sequence[Outcome]
+        self,
+        samples: Sequence[PreparedSample],
+        outcomes: Sequence[Outcome],
+        indices: Sequence[int] | None = None,
     ) -> list[Result | RowFailed]:
         """Put the rows' outcomes together, one result per sample."""
         results: list[Result | RowFailed] = []
         start = 0
-        for index, sample in enumerate(samples):
+        for index, sample in zip(indices or range(len(samples)), samples, strict=True):
             rows = outcomes[start : start + len(sample.rows)]
             start += len(sample.rows)
             answers = [row for row in rows if isinstance(row, RowAnswer)]
@@ -416,6 +447,9 @@ class Engine:
             return
         try:
             self._executor.run(batch)
+        except BaseException as error:
+            self._executor.abandon(batch, error)
+            raise
         finally:
             with self._device.lock:
                 self._batcher.complete(batch, time.monotonic())
@@ -482,6 +516,7 @@ class Engine:
             built.tokenizer,
             max_rows=self.config.limits.max_rows,
             max_fallback_elements=built.runner.layout.capacity,
+            over_max=self.config.rare_shapes.get("seq", RareShape()).over_max,
         )
 
 

@@ -6,9 +6,11 @@ import logging
 import time
 from collections.abc import Sequence
 
+import torch
+
 from shapeserve.batcher import Batch, Row
 from shapeserve.engine.rows import RowAnswer, RowPayload
-from shapeserve.errors import RowFailed, ShapeServeError
+from shapeserve.errors import RowFailed, ShapeServeError, Unavailable
 from shapeserve.metrics import DropReason, Metrics
 from shapeserve.runner import Execution
 
@@ -35,6 +37,8 @@ class BatchExecutor:
         payloads: list[RowPayload] = [row.payload for row in batch.rows]
         try:
             execution = self._execute(batch, payloads, batch.batch_size)
+        except torch.AcceleratorError:
+            raise  # the device is broken for good: the thread ends, and Serve replaces us
         except Exception as error:
             log.warning("a batch of %d rows failed, retrying row by row: %r", len(payloads), error)
             self._retry(batch, payloads, error)
@@ -79,6 +83,11 @@ class BatchExecutor:
     def _fail(self, payload: RowPayload, why: str) -> None:
         self.count_dropped(1, DropReason.FAILED)
         payload.ticket.settle(payload.index, RowFailed(why, param=f"input[{payload.index}]"))
+
+    def abandon(self, batch: Batch, cause: BaseException) -> None:
+        """Settle the rows of a batch that ended the device thread."""
+        left = [row for row in batch.rows if not row.payload.ticket.settled(row.payload.index)]
+        self.drop(left, DropReason.FAILED, Unavailable(f"the device thread died: {cause!r}"))
 
     def drop(self, rows: Sequence[Row], reason: DropReason, error: ShapeServeError) -> None:
         """Settle rows that will not run with ``error``."""

@@ -9,10 +9,12 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Literal
 
 from shapeserve.engine.rows import PreparedSample, Result, Sample
-from shapeserve.errors import RowFailed
+from shapeserve.errors import InvalidRequest, RowFailed
 
 if TYPE_CHECKING:
     from shapeserve.engine.engine import Engine
+
+Answer = Result | RowFailed | InvalidRequest
 
 # Large enough that every bucket finds full batches in it, small enough that two fit the queue.
 _WINDOW_ROWS = 2048
@@ -25,44 +27,60 @@ def run_offline(
     *,
     progress: bool,
     on_error: Literal["raise", "return"],
-) -> list[Result | RowFailed]:
+) -> list[Answer]:
     """Answer ``samples`` in order; see ``Engine.run``."""
-    results: list[Result | RowFailed] = []
-    waiting: deque[Future[list[Result | RowFailed]]] = deque()
+    results: dict[int, Answer] = {}
+    waiting: deque[tuple[Sequence[int], Future[list[Result | RowFailed]]]] = deque()
     with _progress_bar(len(samples), enabled=progress) as advance:
 
         def gather() -> None:
-            answers = waiting.popleft().result()
-            results.extend(answers)
-            advance(len(answers))
+            indices, future = waiting.popleft()
+            results.update(zip(indices, future.result(), strict=True))
+            advance(len(indices))
 
-        for window in _windows(engine, samples):
+        for window in _windows(engine, samples, results, stop_at_error=on_error == "raise"):
             if len(waiting) == _IN_FLIGHT:
                 gather()
-            waiting.append(engine.admit_when_free(window))
+            indices = tuple(window)
+            future = engine.admit_when_free([*window.values()], indices=indices)
+            waiting.append((indices, future))
         while waiting:
             gather()
-    failed = next((r for r in results if isinstance(r, RowFailed)), None)
+    in_order = [results[i] for i in range(len(samples))]
+    failed = next((answer for answer in in_order if not isinstance(answer, Result)), None)
     if failed is not None and on_error == "raise":
         raise failed
-    return results
+    return in_order
 
 
-def _windows(engine: Engine, samples: Sequence[Sample]) -> Iterator[list[PreparedSample]]:
-    """Prepare samples window by window, each within half of the queue's bounds."""
+def _windows(
+    engine: Engine, samples: Sequence[Sample], results: dict[int, Answer], *, stop_at_error: bool
+) -> Iterator[dict[int, PreparedSample]]:
+    """Prepare samples window by window (index -> sample), each within half of the queue's bounds.
+
+    The error of a bad sample goes into ``results``, or is raised.
+    """
     limits = engine.config.limits
-    rows = max(min(_WINDOW_ROWS, limits.max_queue_rows // _IN_FLIGHT, limits.max_rows), 1)
-    budget = limits.max_queue_tokens // _IN_FLIGHT
-    for start in range(0, len(samples), rows):
-        window: list[PreparedSample] = []
-        used = 0
-        for sample in engine.prepare(samples[start : start + rows]):
+    most_rows = max(min(_WINDOW_ROWS, limits.max_queue_rows // _IN_FLIGHT), 1)
+    most_tokens = limits.max_queue_tokens // _IN_FLIGHT
+    window: dict[int, PreparedSample] = {}
+    rows = tokens = 0
+    for start in range(0, len(samples), most_rows):
+        part = engine.prepare_each(samples[start : start + most_rows], first=start)
+        for index, sample in enumerate(part, start):
+            if not isinstance(sample, PreparedSample):
+                if stop_at_error:
+                    raise sample
+                results[index] = sample
+                continue
             cost = sum(row.cost for row in sample.rows)
-            if window and used + cost > budget:
+            if window and (rows + len(sample.rows) > most_rows or tokens + cost > most_tokens):
                 yield window
-                window, used = [], 0
-            window.append(sample)
-            used += cost
+                window, rows, tokens = {}, 0, 0
+            window[index] = sample
+            rows += len(sample.rows)
+            tokens += cost
+    if window:
         yield window
 
 

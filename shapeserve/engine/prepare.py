@@ -14,11 +14,15 @@ from shapeserve.dispatch import Dispatcher, Route
 from shapeserve.engine.rows import PreparedRow, PreparedSample, Sample
 from shapeserve.errors import InvalidRequest
 from shapeserve.layout import RowArrays
+from shapeserve.models.spec import TensorSpec
 from shapeserve.runner import ModelRunner
 
 if TYPE_CHECKING:  # needs the extra ``hf``, which a service of other models may lack
     from shapeserve.models.tokenizer import TextTokenizer
 
+# A text with more characters for each token that the model takes is refused unread: tokenising
+# 16 MB to say that it is too long would keep others waiting. Words have 4 or 5. Arbitrary above.
+_CHARACTERS_PER_TOKEN = 128
 _NAMED_ROWS = 10  # a message names the first ten bad rows
 
 
@@ -31,6 +35,7 @@ class Preparer:
         tokenizer: of a text model, else None.
         max_rows: rows that one request may carry.
         max_fallback_elements: area of one fallback batch.
+        over_max: the configured choice for texts beyond the grid.
     """
 
     def __init__(
@@ -41,6 +46,7 @@ class Preparer:
         *,
         max_rows: int,
         max_fallback_elements: int,
+        over_max: str = "fallback",
     ) -> None:
         self._runner = runner
         self._spec = runner.spec
@@ -48,7 +54,8 @@ class Preparer:
         self._tokenizer = tokenizer
         self._max_rows = max_rows
         self._max_fallback_elements = max_fallback_elements
-        self._lanes: dict[tuple[RowKey, bool], Lane] = {}
+        self._over_max = over_max
+        self._lanes: dict[RowKey, Lane] = {}
 
     def prepare(
         self, samples: Sequence[Sample], *, over_max: str | None = None, param: str = "input"
@@ -73,37 +80,74 @@ class Preparer:
                 param=param,
                 code="too_many_rows",
             )
-        rows = self._to_arrays(samples, param)
-        prepared: list[PreparedSample] = []
-        errors: dict[int, InvalidRequest] = {}
-        for index, row in enumerate(rows):
+        outcomes = self._outcomes(samples, over_max)
+        errors = {i: o for i, o in enumerate(outcomes) if isinstance(o, InvalidRequest)}
+        if errors:
+            raise _joined(errors, param)
+        return [o for o in outcomes if isinstance(o, PreparedSample)]
+
+    def prepare_each(
+        self, samples: Sequence[Sample], *, first: int = 0
+    ) -> list[PreparedSample | InvalidRequest]:
+        """Prepare every sample; the error of a bad one stands in its place, named by index.
+
+        Args:
+            samples: any number of samples.
+            first: index of the first of them in the caller's list.
+        """
+        outcomes = self._outcomes(samples, None)
+        return [
+            _joined({first + i: o}, "input") if isinstance(o, InvalidRequest) else o
+            for i, o in enumerate(outcomes)
+        ]
+
+    def _outcomes(
+        self, samples: Sequence[Sample], over_max: str | None
+    ) -> list[PreparedSample | InvalidRequest]:
+        outcomes: list[PreparedSample | InvalidRequest] = []
+        for row in self._to_arrays(samples, over_max):
             try:
                 if isinstance(row, InvalidRequest):
                     raise row
-                prepared.append(self._route(row, over_max))
+                outcomes.append(self._route(row, over_max))
             except InvalidRequest as error:
-                errors[index] = error
-        if errors:
-            raise _joined(errors, param)
-        return prepared
+                outcomes.append(error)
+        return outcomes
 
-    def _to_arrays(self, samples: Sequence[Sample], param: str) -> list[RowArrays | InvalidRequest]:
+    def _to_arrays(
+        self, samples: Sequence[Sample], over_max: str | None
+    ) -> list[RowArrays | InvalidRequest]:
         """Turn samples into arrays; texts are tokenised together."""
-        texts = [i for i, s in enumerate(samples) if isinstance(s, str)]
-        if texts and self._tokenizer is None:
-            raise InvalidRequest(
-                f"{param} holds texts, but {self._spec.name} takes tensors "
-                f"({', '.join(self._spec.inputs)}); send arrays by input name",
-                param=param,
-            )
-        rows: list[RowArrays | InvalidRequest | None] = [None] * len(samples)
-        if texts and self._tokenizer is not None:
-            for i, ids in zip(texts, self._encode([str(samples[i]) for i in texts]), strict=True):
-                rows[i] = self._checked_text(ids)
+        rows: dict[int, RowArrays | InvalidRequest] = {}
+        texts: dict[int, str] = {}
         for i, sample in enumerate(samples):
             if not isinstance(sample, str):
                 rows[i] = self._array_row(sample)
-        return [row for row in rows if row is not None]
+            elif (error := self._refusal(sample, over_max)) is not None:
+                rows[i] = error
+            else:
+                texts[i] = sample
+        if texts:
+            for i, ids in zip(texts, self._encode(list(texts.values())), strict=True):
+                rows[i] = self._checked_text(ids)
+        return [rows[i] for i in range(len(samples))]
+
+    def _refusal(self, text: str, over_max: str | None) -> InvalidRequest | None:
+        """Refuse what need not be tokenised to know that it will not run."""
+        if self._tokenizer is None:
+            return InvalidRequest(
+                f"is a text, but {self._spec.name} takes tensors "
+                f"({', '.join(self._spec.inputs)}); send arrays by input name"
+            )
+        most = _CHARACTERS_PER_TOKEN * self._spec.hard_limit["seq"]
+        cuts = (over_max or self._over_max) in ("truncate", "split")
+        if len(text) <= most or cuts:
+            return None
+        return InvalidRequest(
+            f"has {len(text)} characters, at most {most} are read for a model of "
+            f"{self._spec.hard_limit['seq']} tokens; shorten it or ask for truncation",
+            code="too_long",
+        )
 
     def _encode(self, texts: list[str]) -> list[np.ndarray | InvalidRequest]:
         """Tokenise texts together; if one of them cannot be, each alone, so that only it fails."""
@@ -148,8 +192,9 @@ class Preparer:
         arrays: dict[str, np.ndarray] = {}
         sizes: dict[str, int] = {}
         for name, spec in wanted.items():
-            array = np.asarray(sample[name])
-            if array.dtype.kind not in "iufb" or array.ndim != len(spec.dims) - 1:
+            array = _as_array(sample[name], spec)
+            if array is None or array.ndim != len(spec.dims) - 1:
+                array = np.asarray(sample[name], dtype=object) if array is None else array
                 raise InvalidRequest(
                     f"{name} has dtype {array.dtype} and shape {list(array.shape)}, expected "
                     f"{spec.dtype} {list(spec.dims[1:])}"
@@ -185,10 +230,11 @@ class Preparer:
         return PreparedRow(row, lane, cost, route.reason, self._runner)
 
     def _lane(self, row: RowKey, *, fallback: bool) -> Lane:
-        lane = self._lanes.get((row, fallback))
+        if fallback:  # not kept: there are as many as clients care to send
+            return Lane(row, fallback, self._fallback_batches(row))
+        lane = self._lanes.get(row)
         if lane is None:
-            sizes = self._fallback_batches(row) if fallback else self._runner.grid.batch_sizes(row)
-            lane = self._lanes[row, fallback] = Lane(row, fallback, sizes)
+            lane = self._lanes[row] = Lane(row, fallback, self._runner.grid.batch_sizes(row))
         return lane
 
     def _fallback_batches(self, row: RowKey) -> tuple[int, ...]:
@@ -224,6 +270,22 @@ class Preparer:
             region = tuple(slice(*bounds[d]) if isinstance(d, str) else slice(None) for d in dims)
             arrays[name] = array[region]
         return RowArrays(arrays, {axis: end - start for axis, (start, end) in bounds.items()})
+
+
+def _as_array(value: Any, spec: TensorSpec) -> np.ndarray | None:
+    """Return ``value`` as an array that the spec's dtype holds without loss of kind or range."""
+    try:
+        array = np.asarray(value)
+    except ValueError:  # ragged
+        return None
+    kinds = "fiub" if "float" in spec.dtype else "iub"
+    if array.dtype.kind not in kinds:
+        return None
+    if spec.dtype in ("uint8", "int32") and array.size and array.dtype.kind in "iu":
+        bounds = np.iinfo(spec.dtype)
+        if array.min() < bounds.min or array.max() > bounds.max:
+            return None
+    return array
 
 
 def _text_row(ids: np.ndarray) -> RowArrays:

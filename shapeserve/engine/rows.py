@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -94,28 +95,36 @@ Outcome = RowAnswer | ShapeServeError
 class Ticket:
     """Collects the outcomes of one request's rows and delivers them together, exactly once.
 
-    Thread rule: ``settle`` is called by whoever holds the row (device thread, or the admitting
-    thread at shutdown); each row is settled once.
+    Thread rule: ``settle`` is called by whoever holds the row (the device thread, or the thread
+    that closes the engine); ``deliver`` is called by the one that settles the last row and must
+    not raise.
     """
 
-    __slots__ = ("_deliver", "_outcomes", "_remaining", "rows")
+    __slots__ = ("_deliver", "_lock", "_outcomes", "_remaining", "rows")
 
     def __init__(
         self, prepared: Sequence[PreparedRow], deliver: Callable[[list[Outcome]], None]
     ) -> None:
         self._outcomes: list[Outcome | None] = [None] * len(prepared)
         self._remaining = len(prepared)
+        self._lock = threading.Lock()
         self._deliver = deliver
         self.rows: tuple[Row, ...] = ()
 
     def settle(self, index: int, outcome: Outcome) -> None:
         """Set the outcome of row ``index``; deliver all when it was the last."""
-        if self._outcomes[index] is not None:
-            raise RuntimeError(f"row {index} was settled twice")
-        self._outcomes[index] = outcome
-        self._remaining -= 1
-        if self._remaining == 0:
+        with self._lock:
+            if self._outcomes[index] is not None:
+                raise RuntimeError(f"row {index} was settled twice")
+            self._outcomes[index] = outcome
+            self._remaining -= 1
+            last = self._remaining == 0
+        if last:
             self._deliver([o for o in self._outcomes if o is not None])
+
+    def settled(self, index: int) -> bool:
+        """Whether row ``index`` has its outcome."""
+        return self._outcomes[index] is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,6 +170,8 @@ class ShapeServe:
         except (AttributeError, TypeError, ValueError):
             log.error("user_config is not {policies: {MODEL: policy}}; it is ignored")
             return
+        for name in self._applied.keys() - policies.keys():
+            policies[name] = None  # taken back: the configured one serves again
         for name, policy in policies.items():
             try:
                 await self._apply(name, policy)
@@ -185,7 +187,7 @@ class ShapeServe:
         if self._applied.get(name) == policy:
             return  # Serve calls again whenever anything else of the deployment changes
         try:
-            parsed = parse_policy(policy)
+            parsed = engine.config.policy if policy is None else parse_policy(policy)
         except ConfigError as error:
             self._metrics.policy_swaps_total.child(name, SwapResult.REJECTED).inc()
             log.error("the policy for model %r is not valid and was not applied: %s", name, error)

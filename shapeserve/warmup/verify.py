@@ -68,13 +68,19 @@ def warm_up(context: WarmupContext) -> Iterator[WarmupProgress]:
             yield WarmupProgress("capture", done, total, bucket.label)
             _capture(context, bucket)
     answers: dict[RowKey, tuple[RowArrays, list[np.ndarray]]] = {}
+    compiled = False
     for done, bucket in enumerate(largest_first):
         yield WarmupProgress("verify", done, total, bucket.label)
         key = bucket.without(BATCH)
         if key not in answers:
             row = context.probe.row_for(runner.grid, key)
             answers[key] = (row, context.probe.answer(row))
-        _verify(context, bucket, *answers[key])
+        compiled |= _verify(context, bucket, *answers[key], may_compile=True)
+    if compiled:
+        # A program needed one more specialisation. The pass that counts is one without any.
+        for done, bucket in enumerate(largest_first):
+            yield WarmupProgress("verify again", done, total, bucket.label)
+            _verify(context, bucket, *answers[bucket.without(BATCH)], may_compile=False)
     yield WarmupProgress("verify", total, total, "fallback")
     _verify_fallback(context)
     runner.variants.seal()
@@ -110,25 +116,33 @@ def _capture(context: WarmupContext, bucket: Bucket) -> None:
 
 
 def _verify(
-    context: WarmupContext, bucket: Bucket, row: RowArrays, expected: list[np.ndarray]
-) -> None:
-    """Run ``row`` in ``bucket``; a variant that fails is served eagerly, or raises."""
+    context: WarmupContext,
+    bucket: Bucket,
+    row: RowArrays,
+    expected: list[np.ndarray],
+    *,
+    may_compile: bool,
+) -> bool:
+    """Run ``row`` in ``bucket``; a variant that fails is served eagerly, or raises.
+
+    Returns whether something compiled, which only the first pass may.
+    """
     variants = context.runner.variants
     problem = _problem(context, bucket, row, expected)
-    if isinstance(problem, _Compiled):
-        # The program needed one more specialisation and has it now; a second one would mean that
-        # it never settles.
+    compiled = isinstance(problem, _Compiled)
+    if compiled and may_compile:
         log.warning("bucket %s: %s", bucket.label, problem)
         problem = _problem(context, bucket, row, expected)
     if problem is None:
-        return
+        return compiled
     tier = variants[bucket].tier
     if context.strict or tier is Tier.EAGER:
         name = context.runner.spec.name
         raise ModelError(f"bucket {bucket.label} of {name} ({tier}): {problem}")
     log.error("bucket %s: %s; served eagerly from now on", bucket.label, problem)
     variants.demote(bucket)
-    _verify(context, bucket, row, expected)
+    _verify(context, bucket, row, expected, may_compile=False)
+    return compiled
 
 
 class _Compiled(str):
@@ -144,6 +158,7 @@ def _problem(
     key = bucket.without(BATCH)
     index, rows = context.probe.plant(row, key, bucket.size(BATCH))
     runner.layout.poison()
+    eager_before = context.monitor.eager_frames
     try:
         execution = runner.execute(rows, key, bucket.size(BATCH), fallback=False)
     except Exception as raised:  # whatever a model may raise: it is reported, never swallowed
@@ -152,6 +167,8 @@ def _problem(
     if events := context.monitor.collect(context.phase):
         why = events[0].recompile_reason or events[0].name
         return _Compiled(f"it compiled during the verify pass: {why}")
+    if context.monitor.eager_frames > eager_before:
+        return "it ran eager, because torch reached its recompile limit"
     error = relative_error(list(execution.outputs[index].values()), expected)
     tolerance = TOLERANCE[runner.spec.dtype]
     if error <= tolerance:
@@ -208,6 +225,4 @@ def launch_overhead(runner: ModelRunner, probe: Probe) -> float:
 def _fastest_s(runner: ModelRunner, probe: Probe, key: RowKey, batch: int) -> float:
     rows = [probe.row(dict(key)) for _ in range(batch)]
     # The fastest run: what else runs on the machine only ever adds.
-    return min(
-        runner.execute(rows, key, batch, fallback=False).seconds for _ in range(_TIMED_RUNS)
-    )
+    return min(runner.execute(rows, key, batch, fallback=False).seconds for _ in range(_TIMED_RUNS))
