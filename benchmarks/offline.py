@@ -46,7 +46,7 @@ def sentence_transformers() -> EncodeAll:
 
 def onnxruntime() -> EncodeAll:
     """The exported model on onnxruntime, batches of 32 sorted by length in tokens."""
-    from onnxruntime import InferenceSession, SessionOptions  # type: ignore[import-untyped]
+    from onnxruntime import InferenceSession, SessionOptions
 
     from benchmarks.onnx_export import INPUTS, export
 
