@@ -6,7 +6,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # Read when torch is loaded. Two threads of one model that share two cores with anything else wait
-# for each other at every operator; one is slower by half at most, and never by a hundred times.
+# for each other at every operator, which was seen to take tens of times as long as one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from importlib.util import find_spec

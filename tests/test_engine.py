@@ -14,6 +14,7 @@ import engines
 import numpy as np
 import pytest
 import tiny
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -227,6 +228,7 @@ def test_padding_waste_over_the_guard_goes_to_the_fallback(text_dir: Path) -> No
         ([[1, 2], [1, 2.5]], 1),
         ([[1, 2], [True, False]], 1),
         ([None], 0),
+        ([[[1], [1, 2]]], 0),
         ([{"wrong": np.array([1])}], 0),
     ],
     ids=[
@@ -239,6 +241,7 @@ def test_padding_waste_over_the_guard_goes_to_the_fallback(text_dir: Path) -> No
         "float",
         "bool",
         "none",
+        "ragged",
         "name",
     ],
 )
@@ -470,6 +473,32 @@ def test_i6_a_device_thread_that_dies_in_a_batch_settles_its_rows_too(text_dir: 
     assert engines.value(engine, "rows_dropped_total", reason="failed") == 3
     assert at_rest(engine) == []
     engine.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_broken_accelerator_ends_the_thread_instead_of_failing_every_row_for_ever(
+    text_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    engine = engines.started(engines.text_config(text_dir, policy=BUCKETS))
+    monkeypatch.setattr(engine._ready_parts().runner, "run", broken)
+    with pytest.raises(Unavailable, match="illegal memory access"):
+        engine.run([tiny.text_of(5)] * 3)
+    engine._device._thread.join(10)
+    with pytest.raises(Unavailable, match="died"):
+        engine.healthy()
+    assert at_rest(engine) == []
+    engine.close()
+
+
+def test_a_factory_that_exits_ends_the_start_with_its_own_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tiny, "poisonous", _die)
+    with pytest.raises(SystemExit, match="planted"):
+        engines.started(engines.module_config("poisonous"))
 
 
 def test_closing_an_engine_that_starts_ends_the_start(text_dir: Path) -> None:

@@ -204,12 +204,11 @@ class VariantSet:
         run = self._pool.capture(variant.run, inputs)
         self._variants[bucket] = replace(variant, tier=Tier.GRAPH, run=run)
 
-    def demote(self, bucket: Bucket) -> Variant:
+    def demote(self, bucket: Bucket) -> None:
         """Serve ``bucket`` eagerly from now on; it stays marked as degraded."""
         self._check_open("demote")
-        variant = replace(self._variants[bucket], tier=Tier.EAGER, run=self._programs.eager)
-        self._variants[bucket] = variant
-        return variant
+        eager = replace(self._variants[bucket], tier=Tier.EAGER, run=self._programs.eager)
+        self._variants[bucket] = eager
 
     def seal(self) -> None:
         """Refuse every later change: nothing compiles or captures on the request path."""

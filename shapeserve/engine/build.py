@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 
+from shapeserve import __version__
 from shapeserve.buckets import BATCH, Bucket, Grid
 from shapeserve.compile.cache import ensure_cache_dir
 from shapeserve.compile.monitor import CompileMonitor
@@ -222,15 +221,8 @@ def _preset(
         modes=sorted(modes),
     )
     metrics.build_info.labels(
-        version=_own_version(),
+        version=__version__,
         python=platform.python_version(),
         torch=torch.__version__,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
     ).set(1)
-
-
-def _own_version() -> str:
-    try:
-        return version("shapeserve")
-    except PackageNotFoundError:  # run from a source tree that is not installed
-        return os.environ.get("SHAPESERVE_VERSION", "0+unknown")

@@ -14,7 +14,7 @@ from typing import Literal, Self, overload
 
 from shapeserve.batcher import Batch, Batcher, Row
 from shapeserve.buckets import Grid
-from shapeserve.config import ModelConfig, Policy, RareShape, ServeConfig
+from shapeserve.config import ModelConfig, Policy, ServeConfig
 from shapeserve.engine.build import Built, build, new_runner
 from shapeserve.engine.combine import combine
 from shapeserve.engine.device import DeviceThread, Work
@@ -209,7 +209,7 @@ class Engine:
     # --- serving ------------------------------------------------------------------------------
 
     def prepare(
-        self, samples: Sequence[Sample], *, over_max: str | None = None, param: str = "input"
+        self, samples: Sequence[Sample], *, over_max: str | None = None
     ) -> list[PreparedSample]:
         """Tokenise, check and route samples; CPU work, to be called off the event loop.
 
@@ -217,14 +217,13 @@ class Engine:
             samples: texts, token ids or arrays by input name.
             over_max: what to do with rows beyond the largest bucket, instead of the configured
                 ``rare_shapes``: fallback, split, truncate or reject.
-            param: the caller's name of the field, for error messages.
 
         Raises:
             InvalidRequest: names the bad items by index.
         """
         if self._preparer is None:
             raise Unavailable(f"the engine is {self._state}")
-        return self._preparer.prepare(samples, over_max=over_max, param=param)
+        return self._preparer.prepare(samples, over_max=over_max)
 
     def prepare_each(
         self, samples: Sequence[Sample], *, first: int = 0
@@ -461,9 +460,9 @@ class Engine:
             self._state, self._cause = "dead", error
             left = self._batcher.close()
             self._count_queue()
-        self._executor.drop(
-            left, DropReason.FAILED, Unavailable(f"the device thread died: {error!r}")
-        )
+        if left:  # while the engine starts there is neither a row nor who would settle it
+            dead = Unavailable(f"the device thread died: {error!r}")
+            self._executor.drop(left, DropReason.FAILED, dead)
 
     # --- policy -------------------------------------------------------------------------------
 
@@ -516,7 +515,6 @@ class Engine:
             built.tokenizer,
             max_rows=self.config.limits.max_rows,
             max_fallback_elements=built.runner.layout.capacity,
-            over_max=self.config.rare_shapes.get("seq", RareShape()).over_max,
         )
 
 

@@ -38,7 +38,7 @@ class BatchExecutor:
         try:
             execution = self._execute(batch, payloads, batch.batch_size)
         except torch.AcceleratorError:
-            raise  # the device is broken for good: the thread ends, and Serve replaces us
+            raise  # no later launch can succeed: the thread ends, and Serve replaces the replica
         except Exception as error:
             log.warning("a batch of %d rows failed, retrying row by row: %r", len(payloads), error)
             self._retry(batch, payloads, error)
@@ -57,6 +57,8 @@ class BatchExecutor:
                 if len(payloads) == 1:
                     raise cause
                 execution = self._execute(batch, [payload], batch.lane.batch_sizes[0])
+            except torch.AcceleratorError:
+                raise
             except Exception as error:
                 log.exception("a row failed on the device")
                 self._fail(payload, f"the model raised {type(error).__name__} for this row")

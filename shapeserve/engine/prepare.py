@@ -35,7 +35,6 @@ class Preparer:
         tokenizer: of a text model, else None.
         max_rows: rows that one request may carry.
         max_fallback_elements: area of one fallback batch.
-        over_max: the configured choice for texts beyond the grid.
     """
 
     def __init__(
@@ -46,7 +45,6 @@ class Preparer:
         *,
         max_rows: int,
         max_fallback_elements: int,
-        over_max: str = "fallback",
     ) -> None:
         self._runner = runner
         self._spec = runner.spec
@@ -54,11 +52,11 @@ class Preparer:
         self._tokenizer = tokenizer
         self._max_rows = max_rows
         self._max_fallback_elements = max_fallback_elements
-        self._over_max = over_max
+        self._sent = {n: s for n, s in runner.spec.inputs.items() if s.make is None}
         self._lanes: dict[RowKey, Lane] = {}
 
     def prepare(
-        self, samples: Sequence[Sample], *, over_max: str | None = None, param: str = "input"
+        self, samples: Sequence[Sample], *, over_max: str | None = None
     ) -> list[PreparedSample]:
         """Prepare every sample, or refuse the request naming the bad ones.
 
@@ -66,24 +64,23 @@ class Preparer:
             samples: one entry per row of the request.
             over_max: the caller's choice for rows beyond the largest bucket, instead of the
                 configured one.
-            param: how the caller calls the field, for error messages.
 
         Raises:
             InvalidRequest: nothing, too much, or at least one sample that cannot run.
         """
         if not samples:
-            raise InvalidRequest(f"{param} is empty; send at least one item", param=param)
+            raise InvalidRequest("input is empty; send at least one item", param="input")
         if len(samples) > self._max_rows:
             raise InvalidRequest(
-                f"{param} has {len(samples)} items, at most {self._max_rows} are allowed; send "
+                f"input has {len(samples)} items, at most {self._max_rows} are allowed; send "
                 "several requests",
-                param=param,
+                param="input",
                 code="too_many_rows",
             )
         outcomes = self._outcomes(samples, over_max)
         errors = {i: o for i, o in enumerate(outcomes) if isinstance(o, InvalidRequest)}
         if errors:
-            raise _joined(errors, param)
+            raise _joined(errors)
         return [o for o in outcomes if isinstance(o, PreparedSample)]
 
     def prepare_each(
@@ -97,7 +94,7 @@ class Preparer:
         """
         outcomes = self._outcomes(samples, None)
         return [
-            _joined({first + i: o}, "input") if isinstance(o, InvalidRequest) else o
+            _joined({first + i: o}) if isinstance(o, InvalidRequest) else o
             for i, o in enumerate(outcomes)
         ]
 
@@ -136,16 +133,17 @@ class Preparer:
         """Refuse what need not be tokenised to know that it will not run."""
         if self._tokenizer is None:
             return InvalidRequest(
-                f"is a text, but {self._spec.name} takes tensors "
-                f"({', '.join(self._spec.inputs)}); send arrays by input name"
+                f"is a text, but {self._spec.name} takes tensors; send {self._accepted()}"
             )
-        most = _CHARACTERS_PER_TOKEN * self._spec.hard_limit["seq"]
-        cuts = (over_max or self._over_max) in ("truncate", "split")
-        if len(text) <= most or cuts:
+        limit = self._spec.hard_limit["seq"]
+        most = _CHARACTERS_PER_TOKEN * limit
+        if len(text) <= most:
             return None
+        if self._dispatcher.route({"seq": limit + 1}, over_max=over_max).action != "reject":
+            return None  # it is to be cut, which needs its tokens
         return InvalidRequest(
-            f"has {len(text)} characters, at most {most} are read for a model of "
-            f"{self._spec.hard_limit['seq']} tokens; shorten it or ask for truncation",
+            f"has {len(text)} characters, at most {most} are read for a model of {limit} tokens; "
+            "shorten it or ask for truncation",
             code="too_long",
         )
 
@@ -173,32 +171,38 @@ class Preparer:
         try:
             if isinstance(sample, Mapping):
                 return self._named_arrays(sample)
-            if self._tokenizer is None:
-                raise InvalidRequest(
-                    f"is {type(sample).__name__}; send arrays by input name "
-                    f"({', '.join(self._spec.inputs)})"
-                )
-            return self._named_arrays({"input_ids": _token_ids(sample)})
+            if self._tokenizer is None or not isinstance(sample, (Sequence, np.ndarray)):
+                raise InvalidRequest(f"is {type(sample).__name__}; send {self._accepted()}")
+            ids = self._tokenizer.check_ids(sample)
+            if not ids.size:
+                raise InvalidRequest(f"holds no token id; send {self._accepted()}")
+            return _text_row(ids)
         except InvalidRequest as error:
             return error
 
+    def _accepted(self) -> str:
+        arrays = f"arrays by input name ({', '.join(self._sent)})"
+        return f"a string, a list of token ids, or {arrays}" if self._tokenizer else arrays
+
     def _named_arrays(self, sample: Mapping[str, Any]) -> RowArrays:
         """Check arrays by name against the specs and read the row's sizes off them."""
-        wanted = {n: s for n, s in self._spec.inputs.items() if s.make is None}
-        if set(sample) != set(wanted):
+        if set(sample) != set(self._sent):
             raise InvalidRequest(
-                f"has the inputs {sorted(sample)}, expected exactly {sorted(wanted)}"
+                f"has the inputs {sorted(map(str, sample))}, expected exactly {sorted(self._sent)}"
             )
         arrays: dict[str, np.ndarray] = {}
         sizes: dict[str, int] = {}
-        for name, spec in wanted.items():
+        for name, spec in self._sent.items():
             array = _as_array(sample[name], spec)
             if array is None or array.ndim != len(spec.dims) - 1:
-                array = np.asarray(sample[name], dtype=object) if array is None else array
-                raise InvalidRequest(
-                    f"{name} has dtype {array.dtype} and shape {list(array.shape)}, expected "
-                    f"{spec.dtype} {list(spec.dims[1:])}"
+                given = sample[name]
+                what = (
+                    f"has dtype {given.dtype} and shape {list(given.shape)}"
+                    if isinstance(given, np.ndarray)
+                    else f"is {type(given).__name__}"
                 )
+                expected = f"an array of {list(spec.dims[1:])} that {spec.dtype} can hold"
+                raise InvalidRequest(f"{name} {what}; send {expected}")
             for dim, size in zip(spec.dims[1:], array.shape, strict=True):
                 known = dim if isinstance(dim, int) else sizes.setdefault(dim, size)
                 if size != known or size < 1:
@@ -292,27 +296,14 @@ def _text_row(ids: np.ndarray) -> RowArrays:
     return RowArrays({"input_ids": ids}, {"seq": len(ids)})
 
 
-def _token_ids(sample: Any) -> np.ndarray:
-    """Read token ids; anything but whole numbers is refused, booleans among them."""
-    array = np.asarray(sample)
-    if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
-        raise InvalidRequest(
-            "is no non-empty list of token ids; send a string or a list of whole numbers"
-        )
-    return array.astype(np.int64)
-
-
 def _length(row: RowArrays) -> int:
     return prod(row.sizes.values())
 
 
-def _joined(errors: Mapping[int, InvalidRequest], param: str) -> InvalidRequest:
+def _joined(errors: Mapping[int, InvalidRequest]) -> InvalidRequest:
     """One error for the request: the first bad rows by index, and the first one's code."""
     named = list(errors.items())[:_NAMED_ROWS]
-    text = "; ".join(f"{param}[{index}] {error.message}" for index, error in named)
+    text = "; ".join(f"input[{index}] {error.message}" for index, error in named)
     more = f"; and {len(errors) - len(named)} more" if len(errors) > len(named) else ""
     index, first = named[0]
-    return InvalidRequest(text + more, param=f"{param}[{index}]", code=first.code)
-
-
-__all__ = ["Preparer"]
+    return InvalidRequest(text + more, param=f"input[{index}]", code=first.code)

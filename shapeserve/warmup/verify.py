@@ -37,7 +37,7 @@ class WarmupContext:
         runner: a fresh runner; its programs are compiled already.
         probe: makes the rows.
         monitor: counts the compiles, under ``phase``.
-        metrics: ``variants`` and ``captures_total`` are kept.
+        metrics: where captures are counted.
         phase: ``warmup`` at start-up, ``background`` for a new policy.
         strict: a variant that fails raises instead of being served at a lower tier.
     """
