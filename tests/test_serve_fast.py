@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,13 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess
         made.until("started")
         while_warming(made)
         made.until("ready")
+        haproxy_at_ready.extend(made.pids("haproxy.cfg"))
         yield made
     finally:
         made.stop()
 
 
+haproxy_at_ready: list[int] = []
 seen_while_warming: list[tuple[int, int, dict[str, Any]]] = []
 
 
@@ -53,6 +56,13 @@ def test_while_warming_live_is_200_and_ready_503_with_progress(service: ServiceP
     assert {live for live, _, _ in seen_while_warming} == {200}
     warming = [content for _, status, content in seen_while_warming if status == 503]
     assert [c for c in warming if c["state"] == "warming" and 0 < c["done"] < c["total"]]
+
+
+def test_i3_ready_means_that_haproxy_already_routes_here(service: ServiceProcess) -> None:
+    # A reload after ready closes the connections of the first clients.
+    time.sleep(2)
+    assert haproxy_at_ready
+    assert set(service.pids("haproxy.cfg")) == set(haproxy_at_ready)
 
 
 def test_it_answers_behind_haproxy(service: ServiceProcess) -> None:
