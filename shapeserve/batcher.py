@@ -4,7 +4,9 @@ A pure state machine. It has no clock (every method is told ``now``, in seconds 
 clock), no thread and no tensor, so that a simulator can run this very code on a virtual clock.
 
 Rows wait in *lanes*: one for each padded row shape, so that a long row never makes short
-neighbours longer. A row is in exactly one state::
+neighbours longer. Packed rows share one lane, because they are not padded to each other; there a
+batch is a number of tokens, and a row takes as many *units* of it as it has tokens. A row is in
+exactly one state::
 
     new --offer--> queued --next_batch--> running --complete--> done
                      |
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +29,7 @@ from enum import Enum
 from itertools import pairwise
 from typing import Any
 
+from shapeserve.buckets import BATCH
 from shapeserve.errors import Overloaded, Unavailable
 
 # Bounds of the retry hint: below a second a client only hammers, above a minute it guesses.
@@ -49,18 +53,20 @@ class RowState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """The rows that may share a batch: those padded to one row shape.
+    """The rows that may share a batch: those padded to one row shape, or all packed ones.
 
     Attributes:
-        row: (axis, size) of the padded row, without ``batch``.
-        fallback: whether these rows run without a bucket. Their batch may then have any number
-            of rows up to the largest of ``batch_sizes``, else exactly one of ``batch_sizes``.
-        batch_sizes: ascending, each at least 1.
+        row: (axis, size) of the padded row, without ``batch``; () if packed.
+        fallback: whether these rows run without a bucket. Their batch may then have any size up
+            to the largest of ``batch_sizes``, else exactly one of ``batch_sizes``.
+        batch_sizes: ascending, each at least 1, along ``axis``.
+        axis: what a batch is a number of: rows (``batch``), or tokens of packed rows.
     """
 
     row: tuple[tuple[str, int], ...]
     fallback: bool
     batch_sizes: tuple[int, ...]
+    axis: str = BATCH
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -70,15 +76,19 @@ class Lane:
                 f"batch_sizes={sizes} of lane {self.row} must be ascending numbers from 1 up"
             )
         # Kept, because each row that comes or goes looks its lane up.
-        object.__setattr__(self, "_hash", hash((self.row, self.fallback, sizes)))
+        object.__setattr__(self, "_hash", hash((self.row, self.fallback, sizes, self.axis)))
 
     def __hash__(self) -> int:
         return self._hash
 
     @property
-    def row_area(self) -> int:
-        """Padded elements of one row."""
+    def unit_area(self) -> int:
+        """Padded elements of one unit: of a row, or 1 if packed."""
         return math.prod(size for _, size in self.row)
+
+    def sizes(self, size: int) -> dict[str, int]:
+        """Return the executed sizes (axis -> size) of a batch of ``size``."""
+        return {self.axis: size, **dict(self.row)}
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +99,7 @@ class Row:
         payload: the caller's; not looked at.
         lane: where it waits.
         cost_tokens: what it counts against ``max_queue_tokens``: its padded elements.
+        units: what it takes of a batch of its lane: 1, or its tokens if packed.
         enqueued_s: set by ``offer``.
         deadline_s: from this time on it is dropped if it still waits; None = never.
         state: set by the batcher.
@@ -98,6 +109,7 @@ class Row:
     payload: Any
     lane: Lane
     cost_tokens: int
+    units: int = 1
     enqueued_s: float = 0.0
     deadline_s: float | None = None
     state: RowState = RowState.NEW
@@ -110,15 +122,20 @@ class Batch:
 
     Attributes:
         lane: the lane that all rows come from.
-        rows: 1 to ``batch_size`` rows.
-        batch_size: rows to pad to; the rest are filler rows.
+        rows: at least one, of at most ``size`` units together.
+        size: units (rows, or tokens) to pad to; the rest is filler.
         formed_s: when it was formed.
     """
 
     lane: Lane
     rows: tuple[Row, ...]
-    batch_size: int
+    size: int
     formed_s: float
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis -> executed size."""
+        return self.lane.sizes(self.size)
 
 
 @dataclass(slots=True)
@@ -128,9 +145,24 @@ class _LaneQueue:
     lane: Lane
     rows: deque[Row] = field(default_factory=deque)
     waiting: int = 0
+    units: int = 0
 
     def full(self) -> bool:
-        return self.waiting >= self.lane.batch_sizes[-1]
+        return self.units >= self.lane.batch_sizes[-1]
+
+    def prefix_units(self) -> list[int]:
+        """Units of the first row, the first two, ... as far as the largest batch goes."""
+        largest = self.lane.batch_sizes[-1]
+        if self.units == self.waiting:  # one unit each
+            return [*range(1, min(self.waiting, largest) + 1)]
+        sums: list[int] = []
+        total = 0
+        for row in _queued(self.rows):
+            total += row.units
+            if sums and total > largest:
+                break
+            sums.append(total)
+        return sums
 
     def head(self) -> Row:
         _skip_stale(self.rows)
@@ -212,24 +244,27 @@ class Batcher:
             or (self._rows + rows <= self._max_rows and self._tokens + tokens <= self._max_tokens)
         )
 
-    def next_batch(self, now: float) -> Batch | None:
+    def next_batch(self, now: float, *, ahead: bool = False) -> Batch | None:
         """Return the next batch, or None if no row waits or all may be held back longer.
 
         The lane of the oldest row is next. Only while that row is held back (see
         ``batch_wait_timeout_s``) may a lane that is full go first.
+
+        Args:
+            now: the time.
+            ahead: another batch still runs. A batch is then formed only if more rows wait than
+                it can take, because rows that come until the device is free could still join it.
         """
         self._drop_expired(now)
         queue = self._ready_lane(now)
-        if queue is None:
+        if queue is None or (ahead and self._rows == queue.waiting and not queue.full()):
             return None
-        lane = queue.lane
+        lane, prefix = queue.lane, queue.prefix_units()
         if lane.fallback:
-            size = min(queue.waiting, lane.batch_sizes[-1])
+            size = prefix[-1]
         else:
-            size = best_batch_size(
-                lane.batch_sizes, queue.waiting, lane.row_area, self._overhead_tokens
-            )
-        rows = self._take(queue, min(size, queue.waiting))
+            size = best_batch_size(lane.batch_sizes, prefix, lane.unit_area, self._overhead_tokens)
+        rows = self._take(queue, bisect_right(prefix, size))
         return Batch(lane, rows, size, formed_s=now)
 
     def complete(self, batch: Batch, now: float) -> None:
@@ -327,6 +362,7 @@ class Batcher:
             queue = self._lanes[row.lane] = _LaneQueue(row.lane)
         queue.rows.append(row)
         queue.waiting += 1
+        queue.units += row.units
         self._arrivals.append(row)
         if row.deadline_s is not None:
             heapq.heappush(self._deadlines, (row.deadline_s, row.arrival, row))
@@ -366,6 +402,7 @@ class Batcher:
         self._tokens -= row.cost_tokens
         queue = self._lanes[row.lane]
         queue.waiting -= 1
+        queue.units -= row.units
         if not queue.waiting:
             # Fallback lanes have as many shapes as clients care to send: keep none that is empty.
             del self._lanes[row.lane]
@@ -422,17 +459,26 @@ class _DrainRate:
 
 
 def best_batch_size(
-    batch_sizes: Iterable[int], waiting: int, row_area: int, overhead_tokens: float
+    batch_sizes: Iterable[int], prefix: Sequence[int], unit_area: int, overhead_tokens: float
 ) -> int:
-    """Return the batch size of least cost for each row that it serves.
+    """Return the batch size of least cost for each unit that it serves.
 
-    The cost of a batch is ``overhead_tokens + size * row_area``, filler rows included; it serves
-    ``min(size, waiting)`` rows. Ties go to the batch that serves more.
+    Args:
+        batch_sizes: what a batch may be padded to.
+        prefix: units of the first row that waits, of the first two, and so on.
+        unit_area: padded elements of one unit.
+        overhead_tokens: fixed cost of a launch, in elements.
+
+    The cost of a batch is ``overhead_tokens + size * unit_area``, filler included; it serves the
+    rows whose units fit. Ties go to the batch that serves more. A size that not even the first
+    row fits is out; one that it fits always exists, because its lane was chosen so.
     """
 
     def cost(size: int) -> tuple[float, int]:
-        served = min(size, waiting)
-        return (overhead_tokens + size * row_area) / served, -served
+        served = prefix[bisect_right(prefix, size) - 1] if size >= prefix[0] else 0
+        if not served:
+            return math.inf, 0
+        return (overhead_tokens + size * unit_area) / served, -served
 
     return min(batch_sizes, key=cost)
 

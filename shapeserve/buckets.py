@@ -1,7 +1,8 @@
 """Buckets, and the grid that finds the cheapest one for a shape.
 
 A *bucket* is a padded shape that has a variant; a *grid* is the immutable set of them.
-Nothing here knows what the axes mean, except that ``batch`` counts rows.
+Nothing here knows what the axes mean, except that ``batch`` counts rows; a packed batch has the
+single axis ``tokens`` instead, on which its rows lie end to end.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 BATCH = "batch"
+TOKENS = "tokens"
 
 Shape = Mapping[str, int]
 """Axis name -> size."""

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shapeserve.buckets import Bucket, Grid
+from shapeserve.buckets import BATCH, TOKENS, Bucket, Grid
 from shapeserve.config import ModelConfig, RareShape
 from shapeserve.dispatch import Dispatcher
 from shapeserve.errors import ConfigError
 from shapeserve.metrics import Tier
 from shapeserve.models.describe import describe
 from shapeserve.models.spec import ModelSpec
-from shapeserve.policy import Device, explain_default, grid_for
+from shapeserve.policy import Device, explain_default, grid_for, packed_grid
 
 # [CLS] and [SEP]: what each piece of a split text spends again. Exact for BERT-like tokenizers.
 _SPECIAL_TOKENS = 2
@@ -72,12 +72,18 @@ class Plan:
     grid: Grid
     why: str
     expected: Expectation | None
+    captures_eager: bool = False
 
     @property
     def programs(self) -> str:
         """Say which programs are compiled, and when a second one is."""
         if self.tier is Tier.EAGER:
             return "no compile: the module runs as it is"
+        if self.captures_eager:
+            return "no compile: the module is captured as it is, once per bucket"
+        if BATCH not in self.grid.axes:
+            compiles = "1 compile: one dynamic-shape program for packed rows"
+            return f"{compiles}; then a capture per bucket" if self.tier is Tier.GRAPH else compiles
         compiles = (
             "at most 2 compiles: one dynamic-shape program for two rows and more, and one for a "
             "single row if warm-up measures that padding it to two costs more"
@@ -115,18 +121,22 @@ def plan(config: ModelConfig, device: Device, lengths: Mapping[int, int] | None 
         ModelError: the model's directory is incomplete.
     """
     spec = describe(config)
-    grid = grid_for(
-        spec.axes,
-        config.policy,
-        device=device,
-        max_batch_tokens=config.limits.max_batch_tokens,
-        max_sizes=spec.max_length,
-        hard_limits=spec.hard_limit,
-    )
+    if config.packs(device):
+        grid = packed_grid(config.policy, config.limits.max_batch_tokens, spec.max_length)
+        why = _why_packed(config)
+    else:
+        grid = grid_for(
+            spec.axes,
+            config.policy,
+            device=device,
+            max_batch_tokens=config.limits.max_batch_tokens,
+            max_sizes=spec.max_length,
+            hard_limits=spec.hard_limit,
+        )
+        why = _why(config, spec, device)
     expected = None if lengths is None else expect(config, spec, grid, lengths)
-    return Plan(
-        spec.name, device, _tier(config, device), grid, _why(config, spec, device), expected
-    )
+    tier, eager = _tier(config, device), config.compile.tier == "eager_graph"
+    return Plan(spec.name, device, tier, grid, why, expected, eager)
 
 
 def expect(
@@ -135,8 +145,12 @@ def expect(
     """Dispatch every length and add up what is executed.
 
     Padding along the row axis is exact, because a row's padded size does not depend on its
-    neighbours. Padding along ``batch`` does, so it is not predicted.
+    neighbours. Padding along ``batch``, and the tail of a packed batch, do: not predicted.
     """
+    packed = BATCH not in grid.axes
+    if packed:  # rows are not padded: each is its own size, up to the end of the grid
+        (axis,) = spec.row_axes
+        grid = Grid((axis,), [Bucket(((axis, n + 1),)) for n in range(spec.max_length[axis])])
     if len(grid.row_axes) != 1:
         raise ConfigError(
             f"--lengths needs a model with one axis besides batch; {spec.name} has "
@@ -155,7 +169,7 @@ def expect(
         axis=axis,
         rows=sum(lengths.values()),
         outcomes=outcomes,
-        by_size=by_size,
+        by_size={} if packed else by_size,
         waste=_executed(dispatcher, axis, lengths),
         compared=_compared(config, spec, axis, grid.max_size(axis), lengths),
     )
@@ -218,9 +232,25 @@ def _tier(config: ModelConfig, device: Device) -> Tier:
     wanted = config.compile.tier
     if wanted == "auto":
         return Tier.GRAPH if device == "cuda" else Tier.COMPILED
-    if wanted == "graph" and device != "cuda":
-        raise ConfigError("compile.tier: graph needs a CUDA device; use auto, compiled or eager")
-    return Tier(wanted)
+    tier = Tier.GRAPH if wanted == "eager_graph" else Tier(wanted)
+    if tier is Tier.GRAPH and device != "cuda":
+        raise ConfigError(
+            f"compile.tier: {wanted} needs a CUDA device; use auto, compiled or eager"
+        )
+    return tier
+
+
+def _why_packed(config: ModelConfig) -> str:
+    sizes = (
+        f"{TOKENS} from the policy in the configuration"
+        if TOKENS in config.policy
+        else f"{TOKENS} by default, growing by a quarter to {config.limits.max_batch_tokens} "
+        "(limits.max_batch_tokens)"
+    )
+    return (
+        f"Rows are packed end to end, so only the tail of a batch is padding. Sizes: {sizes}. A "
+        "model that cannot take packed rows is padded instead, and the log says so."
+    )
 
 
 def _why(config: ModelConfig, spec: ModelSpec, device: Device) -> str:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
-from shapeserve.buckets import BATCH, Bucket, Grid
+from shapeserve.buckets import BATCH, TOKENS, Bucket, Grid
 from shapeserve.config import AxisPolicy, Exponential, Policy
 from shapeserve.errors import ConfigError
 
@@ -27,6 +27,7 @@ _BATCHES: Mapping[Device, tuple[int, ...]] = {
     "cpu": (1, 2, 4, 8, 16, 32),
     "cuda": (1, 2, 4, 8, 16, 32, 64, 128),
 }
+_MIN_PACKED = 16  # one short text
 _ALIGN = 8  # vector and tensor-core tiles are multiples of 8 elements
 _FINE_STEPS_TO = 64  # steps of 8 up to here, then the step doubles whenever the size does
 # Tried from fine to coarse until the grid is small enough; inf means the maximum alone.
@@ -121,6 +122,42 @@ def grid_for(
     if BATCH in policy:
         _check_batches_used(grid, sizes[BATCH], max_batch_tokens)
     return grid
+
+
+def packed_grid(policy: Policy, max_batch_tokens: int, max_sizes: Mapping[str, int]) -> Grid:
+    """Build the grid of packed rows: sizes along ``tokens``.
+
+    Args:
+        policy: ``tokens`` -> sizes; without it sizes grow by a quarter from 16 to
+            ``max_batch_tokens``, so that at most a fifth of a batch is tail.
+        max_batch_tokens: end of the default.
+        max_sizes: row axis -> where rows end; the largest batch must hold one such row.
+
+    Raises:
+        ConfigError: the policy ends before ``max_sizes``, or names another axis.
+    """
+    for axis in policy:
+        if axis != TOKENS:
+            raise ConfigError(
+                f"policy.{axis} says nothing about packed rows, whose buckets are numbers of "
+                f"tokens; use policy.{TOKENS}"
+            )
+    longest = max(max_sizes.values())
+    given = policy.get(TOKENS)
+    if given is None:
+        end = max(max_batch_tokens, longest)
+        sizes: tuple[int, ...] = (end,)
+        if end > _MIN_PACKED:
+            spec = Exponential(min=_MIN_PACKED, max=end, ratio=1.25, align=_ALIGN)
+            sizes = generate_axis(AxisPolicy(exponential=spec), TOKENS)
+    else:
+        sizes = generate_axis(given, TOKENS)
+        if sizes[-1] < longest:
+            raise ConfigError(
+                f"policy.{TOKENS}: the largest batch of {sizes[-1]} does not hold one row of "
+                f"{longest}; end the policy at {longest} or more"
+            )
+    return Grid((TOKENS,), [Bucket(((TOKENS, size),)) for size in sizes])
 
 
 def default_policy(

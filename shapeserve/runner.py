@@ -7,17 +7,17 @@ A new policy is a new runner beside the old one.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from functools import partial
 
-import numpy as np
+import torch
 
-from shapeserve.buckets import BATCH, RowKey
+from shapeserve.buckets import BATCH, Bucket
 from shapeserve.compile.monitor import CompileMonitor
 from shapeserve.compile.variants import Programs, VariantSet
-from shapeserve.layout import PaddedLayout, RowArrays
-from shapeserve.metrics import NO_BUCKET, REAL, CompilePhase, Metrics, Mode
+from shapeserve.layout import Layout, Reading, RowArrays, RowOutputs
+from shapeserve.metrics import NO_BUCKET, CompilePhase, Metrics, Mode
 from shapeserve.models.spec import ModelSpec
 
 
@@ -30,22 +30,46 @@ class Execution:
         finite: per row, whether every output value is finite.
         mode: how it ran (metric label).
         bucket: bucket label, ``none`` outside the grid.
-        batch: rows executed, filler rows included.
-        seconds: from the first write into the buffers to the last row copied out.
+        sizes: axis -> executed size.
+        seconds: how long it kept the device; on a GPU without the copies, which overlap.
     """
 
-    outputs: list[dict[str, np.ndarray]]
+    outputs: list[RowOutputs]
     finite: list[bool]
     mode: Mode
     bucket: str
-    batch: int
+    sizes: Mapping[str, int]
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A batch that has been launched.
+
+    On the CPU it is finished already; on a GPU :meth:`finish` waits for its event and no other.
+    """
+
+    reading: Reading
+    mode: Mode
+    bucket: str
+    sizes: Mapping[str, int]
+    seconds: Callable[[], float]
+    release: Callable[[], None]
+
+    def finish(self) -> Execution:
+        """Wait for the outputs and return them; to be called once."""
+        try:
+            outputs, finite = self.reading.rows()
+            seconds = self.seconds()
+            return Execution(outputs, finite, self.mode, self.bucket, self.sizes, seconds)
+        finally:
+            self.release()
 
 
 class ModelRunner:
     """Runs batches of rows on the variants of one grid.
 
-    Thread rule: the device thread only; the buffers take one batch at a time (I5).
+    Thread rule: the device thread only. At most ``layout.slots`` flights may be unfinished.
     """
 
     def __init__(
@@ -53,86 +77,107 @@ class ModelRunner:
         spec: ModelSpec,
         variants: VariantSet,
         programs: Programs,
-        layout: PaddedLayout,
+        layout: Layout,
         monitor: CompileMonitor,
         metrics: Metrics,
+        device: torch.device,
     ) -> None:
         self.spec = spec
         self.variants = variants
         self.grid = variants.grid
         self.programs = programs
         self.layout = layout
+        self.device = device
         self._monitor = monitor
         self._metrics = metrics
+        self._free_slots = [*range(layout.slots)]
 
-    def run(
-        self, rows: Sequence[RowArrays], row: RowKey, batch: int, *, fallback: bool
-    ) -> Execution:
-        """Execute rows that a client sent: as :meth:`execute`, counted and watched."""
-        execution = self.execute(rows, row, batch, fallback=fallback)
-        self._monitor.collect(CompilePhase.REQUEST)
-        self._account(execution, rows, {BATCH: execution.batch, **dict(row)})
-        return execution
-
-    def execute(
-        self, rows: Sequence[RowArrays], row: RowKey, batch: int, *, fallback: bool
-    ) -> Execution:
-        """Execute ``rows`` padded to ``batch`` rows of the padded row shape ``row``.
+    def launch(
+        self, rows: Sequence[RowArrays], sizes: Mapping[str, int], *, fallback: bool
+    ) -> Flight:
+        """Start ``rows`` padded to ``sizes``.
 
         Args:
-            rows: 1..batch rows, none larger than ``row`` along any axis.
-            row: (axis, size) of the executed row shape.
-            batch: executed rows; for a bucket one of its batch sizes.
+            rows: what fits into ``sizes``, at least one.
+            sizes: axis -> executed size, in grid order; a bucket's unless ``fallback``.
             fallback: run the dynamic program outside the grid.
         """
         if fallback:
-            batch = max(batch, self.programs.min_batch)
-            program, _ = self.programs.for_sizes({BATCH: batch, **dict(row)})
-            mode, label = Mode.FALLBACK, NO_BUCKET
+            sizes = self._fallback_sizes(sizes)
+            program, _ = self.programs.for_sizes(sizes)
+            run, mode, label = self.layout.bind(program, sizes), Mode.FALLBACK, NO_BUCKET
         else:
-            variant = self.variants[self.grid.bucket(batch, row)]
-            program, mode, label = variant.run, variant.mode, variant.bucket.label
-        started = time.perf_counter()
-        outputs = program(*self.layout.write(rows, {BATCH: batch, **dict(row)}))
-        results = self.layout.read(outputs, rows)
-        seconds = time.perf_counter() - started
-        return Execution(results, [_finite(r) for r in results], mode, label, batch, seconds)
+            variant = self.variants[Bucket(tuple(sizes.items()))]
+            run, mode, label = variant.run, variant.mode, variant.bucket.label
+        slot = self._free_slots.pop()
+        release = partial(self._free_slots.append, slot)
+        timer = _Timer(self.device)
+        try:
+            inputs = self.layout.write(rows, sizes, slot)
+            timer.start()
+            outputs = run(*inputs)
+            timer.stop()
+            reading = self.layout.read(outputs, rows, sizes, slot)
+        except BaseException:
+            release()
+            raise
+        return Flight(reading, mode, label, sizes, timer.seconds, release)
 
-    def _account(
-        self, execution: Execution, rows: Sequence[RowArrays], sizes: Mapping[str, int]
-    ) -> None:
-        """Count the batch and its area: real elements and what each axis padded (I7)."""
-        tokens = padding(self.spec.axes, rows, sizes)
+    def launch_counted(
+        self, rows: Sequence[RowArrays], sizes: Mapping[str, int], *, fallback: bool
+    ) -> Flight:
+        """Start rows that a client sent: as :meth:`launch`, watched for compiles."""
+        flight = self.launch(rows, sizes, fallback=fallback)
+        self._monitor.collect(CompilePhase.REQUEST)
+        return flight
+
+    def count(self, execution: Execution, rows: Sequence[RowArrays]) -> None:
+        """Count a finished batch and its area: real elements and what each axis padded (I7)."""
         self._metrics.record_batch(
-            self.spec.name, execution.mode, execution.bucket, tokens, execution.seconds
+            self.spec.name,
+            execution.mode,
+            execution.bucket,
+            self.layout.split(rows, execution.sizes),
+            execution.seconds,
         )
 
+    def execute(
+        self, rows: Sequence[RowArrays], sizes: Mapping[str, int], *, fallback: bool
+    ) -> Execution:
+        """Run ``rows`` and wait; nothing is counted."""
+        return self.launch(rows, sizes, fallback=fallback).finish()
 
-def padding(
-    axes: Sequence[str], rows: Sequence[RowArrays], sizes: Mapping[str, int]
-) -> dict[str, int]:
-    """Split an executed area into ``real`` elements and ``padding_<axis>`` for each axis.
-
-    A row's padding belongs to the innermost axis first: along ``width`` only the rows that are
-    real in ``height`` count, along ``height`` whole lines of the bucket; filler rows are padding
-    along ``batch``. The values add up to the product of ``sizes``.
-    """
-    row_axes = [axis for axis in axes if axis != BATCH]
-    split = {REAL: 0, f"padding_{BATCH}": 0, **{f"padding_{axis}": 0 for axis in row_axes}}
-    row_area = prod(sizes[axis] for axis in row_axes)
-    for row in rows:
-        split[REAL] += prod(row.sizes[axis] for axis in row_axes)
-        outer = 1
-        inner = row_area
-        for axis in row_axes:
-            inner //= sizes[axis]
-            split[f"padding_{axis}"] += outer * (sizes[axis] - row.sizes[axis]) * inner
-            outer *= row.sizes[axis]
-    split[f"padding_{BATCH}"] = (sizes[BATCH] - len(rows)) * row_area
-    return split
+    def _fallback_sizes(self, sizes: Mapping[str, int]) -> Mapping[str, int]:
+        """A single row that has no program of its own runs in a batch of two."""
+        least = self.programs.min_batch
+        return {**sizes, BATCH: least} if sizes.get(BATCH, least) < least else sizes
 
 
-def _finite(outputs: Mapping[str, np.ndarray]) -> bool:
-    return all(
-        bool(np.isfinite(array).all()) for array in outputs.values() if array.dtype.kind == "f"
-    )
+class _Timer:
+    """Seconds of the device between start and stop."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        if self._cuda:
+            event = torch.cuda.Event
+            self._events = [event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+        else:
+            self._times = [0.0, 0.0]
+
+    def start(self) -> None:
+        if self._cuda:
+            self._events[0].record()
+        else:
+            self._times[0] = time.perf_counter()
+
+    def stop(self) -> None:
+        if self._cuda:
+            self._events[1].record()
+        else:
+            self._times[1] = time.perf_counter()
+
+    def seconds(self) -> float:
+        """To be called once the outputs are there."""
+        if self._cuda:
+            return float(self._events[0].elapsed_time(self._events[1])) / 1e3
+        return self._times[1] - self._times[0]

@@ -28,7 +28,7 @@ LANES = (SHORT, LONG, COARSE, FALLBACK)
 
 
 def row(lane: Lane = SHORT, payload: object = None, deadline_s: float | None = None) -> Row:
-    return Row(payload, lane, lane.row_area, deadline_s=deadline_s)
+    return Row(payload, lane, lane.unit_area, deadline_s=deadline_s)
 
 
 def rows(n: int, lane: Lane = SHORT) -> list[Row]:
@@ -62,7 +62,7 @@ def test_33_rows_run_as_several_batches_in_order() -> None:
     b = batcher()
     b.offer(rows(33, lane), 0.0)
     batches = drain(b)
-    assert [batch.batch_size for batch in batches] == [32, 1]
+    assert [batch.size for batch in batches] == [32, 1]
     assert [r.payload for batch in batches for r in batch.rows] == list(range(33))
 
 
@@ -89,14 +89,14 @@ def test_rows_of_a_later_request_fill_up_the_batch_of_their_lane() -> None:
 def test_a_fallback_batch_has_as_many_rows_as_wait_up_to_its_largest() -> None:
     b = batcher()
     b.offer(rows(7, FALLBACK), 0.0)
-    assert [(len(x.rows), x.batch_size) for x in drain(b)] == [(4, 4), (3, 3)]
+    assert [(len(x.rows), x.size) for x in drain(b)] == [(4, 4), (3, 3)]
 
 
 def test_a_batch_is_padded_when_its_lane_has_no_smaller_size() -> None:
     b = batcher()
     b.offer(rows(1, COARSE), 0.0)
     (batch,) = drain(b)
-    assert (len(batch.rows), batch.batch_size) == (1, 3)
+    assert (len(batch.rows), batch.size) == (1, 3)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_launch_that_costs_much_makes_padding_pay(
     b.offer(rows(waiting), 0.0)
     batch = b.next_batch(0.0)
     assert batch is not None
-    assert batch.batch_size == size
+    assert batch.size == size
 
 
 @given(
@@ -126,7 +126,7 @@ def test_the_chosen_size_is_the_cheapest_for_each_row(
     def cost(size: int) -> Fraction:
         return Fraction(overhead + size * area, min(size, waiting))
 
-    chosen = best_batch_size(sizes, waiting, area, overhead)
+    chosen = best_batch_size(sizes, range(1, waiting + 1), area, overhead)
     least = min(map(cost, sizes))
     assert float(cost(chosen)) == float(least)
     ties = [s for s in sizes if cost(s) == least]
@@ -481,14 +481,14 @@ class BatcherMachine(RuleBasedStateMachine):
     def take(self, batch: Batch, lane: Lane) -> None:
         in_lane = [r for r in self.waiting if r.lane == lane]
         assert batch.lane == lane
-        assert 1 <= len(batch.rows) <= batch.batch_size <= lane.batch_sizes[-1]
+        assert 1 <= len(batch.rows) <= batch.size <= lane.batch_sizes[-1]
         assert list(batch.rows) == in_lane[: len(batch.rows)]
-        assert len(batch.rows) == min(batch.batch_size, len(in_lane))
+        assert len(batch.rows) == min(batch.size, len(in_lane))
         if lane.fallback:
-            assert batch.batch_size == len(batch.rows)
+            assert batch.size == len(batch.rows)
         else:
-            assert batch.batch_size == best_batch_size(
-                lane.batch_sizes, len(in_lane), lane.row_area, self.overhead
+            assert batch.size == best_batch_size(
+                lane.batch_sizes, range(1, len(in_lane) + 1), lane.unit_area, self.overhead
             )
         for r in batch.rows:
             self.waiting.remove(r)

@@ -16,7 +16,9 @@ from shapeserve.compile.cache import ensure_cache_dir
 from shapeserve.compile.monitor import CompileMonitor, classify_recompile
 from shapeserve.compile.program import compiled, freezing
 from shapeserve.compile.variants import Programs, VariantSet, single_pays
+from shapeserve.layout import PaddedLayout
 from shapeserve.metrics import CompilePhase, GraphBreakReason, Metrics, Mode, RecompileReason, Tier
+from shapeserve.models.spec import ModelSpec, TensorSpec
 
 
 class Tokens(torch.nn.Module):
@@ -58,9 +60,16 @@ def count(monitor: CompileMonitor, name: str, **labels: str) -> float:
 def warm_programs(module: torch.nn.Module, **settings: object) -> Programs:
     options = {"tier": Tier.COMPILED, "freeze": False, "backend": "eager", **settings}
     programs = Programs(module, **options)  # type: ignore[arg-type]
-    programs.compile_many((ids(3, 40),))
-    programs.compile_single((ids(1, 40),))
+    programs.compile_many(lambda program: program(ids(3, 40)))
+    programs.compile_single(lambda program: program(ids(1, 40)))
     return programs
+
+
+def make_variants(grid: Grid, programs: Programs) -> VariantSet:
+    token = TensorSpec("ids", "int64", ("batch", "seq"))
+    spec = ModelSpec("m", "module", "float32", {"ids": token}, {}, grid.axes, {}, {})
+    cpu = torch.device("cpu")
+    return VariantSet(grid, programs, PaddedLayout(spec, 16, cpu), cpu)
 
 
 def test_twelve_programs_of_one_module_each_stay_compiled(
@@ -154,7 +163,7 @@ def test_freezing_is_on_only_inside_the_block() -> None:
 
 def test_variants_name_their_tier_and_refuse_changes_once_sealed(module: torch.nn.Module) -> None:
     bucket = Bucket.of(batch=2, seq=8)
-    variants = VariantSet(Grid(("batch", "seq"), [bucket]), warm_programs(module), ids(1, 1).device)
+    variants = make_variants(Grid(("batch", "seq"), [bucket]), warm_programs(module))
     assert (variants[bucket].tier, variants[bucket].mode) == (Tier.COMPILED, Mode.COMPILED)
     assert not variants[bucket].degraded
     variants.demote(bucket)
@@ -175,8 +184,8 @@ def test_a_program_for_one_row_pays_only_if_two_rows_cost_more() -> None:
         time.sleep(0.004)
         return (x,)
 
-    assert single_pays(linear, lambda batch: (ids(batch, 8),))
-    assert not single_pays(flat, lambda batch: (ids(batch, 8),))
+    assert single_pays(lambda batch: linear(ids(batch, 8)), torch.device("cpu"))
+    assert not single_pays(lambda batch: flat(ids(batch, 8)), torch.device("cpu"))
 
 
 class Branching(torch.nn.Module):
@@ -194,7 +203,7 @@ def test_a_module_that_breaks_the_graph_still_compiles_and_the_break_has_a_reaso
     before = snapshot()
     programs = Programs(Branching(), tier=Tier.COMPILED, freeze=False, backend="eager")
     with torch.no_grad():
-        programs.compile_many((ids(3, 8),))
+        programs.compile_many(lambda program: program(ids(3, 8)))
         run, _ = programs.for_sizes({"batch": 2, "seq": 4})
         assert run(ids(2, 4))[0].eq(1).all()
     assert len(monitor.collect(CompilePhase.WARMUP)) >= 2
@@ -213,7 +222,7 @@ def test_a_recompile_limit_runs_eager_counted_instead_of_silently(
         on_limit=lambda: hits.append(1),
     )
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1):
-        programs.compile_many((ids(3, 8),))
+        programs.compile_many(lambda program: program(ids(3, 8)))
         run, _ = programs.for_sizes({"batch": 2, "seq": 4})
         planted = ids(2, 4).to(torch.int32)
         assert torch.allclose(run(planted)[0], module(planted)[0])

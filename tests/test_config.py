@@ -345,7 +345,14 @@ def test_contradicting_limits_are_refused(limits: dict[str, Any], expected: str)
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ({"layout": "packed"}, "models[0].layout: layout packed is not available yet; use padded"),
+        (
+            {"layout": "packed", "policy": {"seq": {"explicit": [8]}}},
+            "models[0].policy.seq: policy.seq says nothing about packed rows",
+        ),
+        (
+            {"layout": "padded", "policy": {"tokens": {"explicit": [8]}}},
+            "models[0].policy.tokens: policy.tokens is for packed rows, layout: padded for padded",
+        ),
         ({"dtype": "int8"}, "models[0].dtype: got 'int8', must be 'float32', 'bfloat16' or 'flo"),
         ({"polcy": {}}, "models[0].polcy: unknown key 'polcy'; did you mean 'policy'?"),
         ({"compile": {"eager_islands": []}}, "models[0].compile.eager_islands: unknown key"),

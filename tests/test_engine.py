@@ -9,13 +9,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import engines
 import numpy as np
 import pytest
 import tiny
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shapeserve.config import AxisPolicy, ServeConfig
@@ -29,6 +30,7 @@ from shapeserve.errors import (
     RowFailed,
     Unavailable,
 )
+from shapeserve.layout import PaddedLayout
 from shapeserve.metrics import identities
 from shapeserve.models.spec import TensorSpec
 from shapeserve.warmup.probe import relative_error
@@ -41,8 +43,19 @@ def text_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
+LAYOUTS = {"padded": BUCKETS, "packed": {"tokens": {"explicit": [16, 48, 128]}}}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def engine(request: pytest.FixtureRequest, text_dir: Path) -> Iterator[Engine]:
+    policy = LAYOUTS[request.param]
+    config = engines.text_config(text_dir, layout=request.param, policy=policy)
+    with engines.started(config) as engine:
+        yield engine
+
+
 @pytest.fixture(scope="module")
-def engine(text_dir: Path) -> Iterator[Engine]:
+def padded(text_dir: Path) -> Iterator[Engine]:
     with engines.started(engines.text_config(text_dir, policy=BUCKETS)) as engine:
         yield engine
 
@@ -66,10 +79,60 @@ def at_rest(engine: Engine) -> list[str]:
     return identities(engine.metrics.samples())
 
 
+@pytest.fixture
+def two_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches are launched while one is unfinished, as on a GPU."""
+    init = PaddedLayout.__init__
+
+    def with_two_slots(self: PaddedLayout, *args: Any) -> None:
+        init(self, *args)
+        self.slots = 2
+
+    monkeypatch.setattr(PaddedLayout, "__init__", with_two_slots)
+
+
+@pytest.fixture
+def overlapped(text_dir: Path, two_slots: None) -> Iterator[Engine]:
+    with engines.started(engines.text_config(text_dir, policy=BUCKETS)) as engine:
+        yield engine
+
+
+def test_i6_batches_launched_before_the_last_is_finished_keep_rows_and_order(
+    overlapped: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unfinished: list[int] = []
+    launch = overlapped.runner.launch
+
+    def watched(*args: Any, **options: Any) -> Any:
+        flight = launch(*args, **options)
+        unfinished.append(len(overlapped._device._flights) + 1)
+        return flight
+
+    monkeypatch.setattr(overlapped.runner, "launch", watched)
+    texts = [tiny.text_of(3 + (5 * i) % 22, seed=i) for i in range(60)]
+    alone = {i: vector(overlapped.run([texts[i]])[0]) for i in range(0, 60, 7)}
+    results = overlapped.run(texts)
+    assert max(unfinished) == 2
+    for i, expected in alone.items():
+        assert relative_error([vector(results[i])], [expected]) < 1e-5
+    assert at_rest(overlapped) == []
+
+
+@pytest.mark.usefixtures("two_slots")
+def test_i6_a_batch_that_fails_while_another_is_in_flight_harms_only_its_row() -> None:
+    with engines.started(engines.module_config("raising", compile={"tier": "eager"})) as engine:
+        rows = [ids(*range(1, 2 + i % 9)) for i in range(40)]
+        rows[17] = ids(tiny.POISON, 1)
+        results = engine.run(rows, on_error="return")
+        assert [i for i, r in enumerate(results) if isinstance(r, RowFailed)] == [17]
+        assert at_rest(engine) == []
+
+
 # --- I4, I6: answers and their order -------------------------------------------------------------
 
 
-@settings(max_examples=25)
+@pytest.mark.usefixtures("_share")
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lengths=st.lists(st.integers(3, 48), min_size=1, max_size=40))
 def test_i4_i6_any_mix_of_lengths_gives_each_row_its_own_unpadded_answer(
     lengths: list[int],
@@ -87,7 +150,7 @@ def test_i4_i6_any_mix_of_lengths_gives_each_row_its_own_unpadded_answer(
 _SHARED: list[Engine] = []
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _share(engine: Engine) -> None:
     _SHARED[:] = [engine]
 
@@ -106,11 +169,11 @@ def test_i4_a_row_does_not_depend_on_who_shares_its_batch(engine: Engine, neighb
     assert relative_error([together], [alone]) < 1e-5
 
 
-def test_length_equal_to_a_bucket_uses_that_bucket_with_no_seq_padding(engine: Engine) -> None:
-    before = engines.value(engine, "tokens_total", kind="padding_seq")
-    (result,) = engine.run([tiny.text_of(16)])
+def test_length_equal_to_a_bucket_uses_that_bucket_with_no_seq_padding(padded: Engine) -> None:
+    before = engines.value(padded, "tokens_total", kind="padding_seq")
+    (result,) = padded.run([tiny.text_of(16)])
     assert result.bucket.endswith("seq=16")
-    assert engines.value(engine, "tokens_total", kind="padding_seq") == before
+    assert engines.value(padded, "tokens_total", kind="padding_seq") == before
 
 
 def test_more_rows_than_the_largest_batch_come_back_in_order(engine: Engine) -> None:
@@ -144,8 +207,8 @@ def test_token_level_outputs_come_back_unpadded(tokens: Engine) -> None:
         assert relative_error(list(result.outputs.values()), expected) < 1e-4
 
 
-def test_a_long_row_does_not_pull_short_neighbours_into_its_bucket(engine: Engine) -> None:
-    results = engine.run([tiny.text_of(24)] + [tiny.text_of(4, seed=i) for i in range(3)])
+def test_a_long_row_does_not_pull_short_neighbours_into_its_bucket(padded: Engine) -> None:
+    results = padded.run([tiny.text_of(24)] + [tiny.text_of(4, seed=i) for i in range(3)])
     assert results[0].bucket.endswith("seq=24")
     assert all(r.bucket.endswith("seq=8") for r in results[1:])
 
@@ -153,11 +216,11 @@ def test_a_long_row_does_not_pull_short_neighbours_into_its_bucket(engine: Engin
 # --- rare shapes ---------------------------------------------------------------------------------
 
 
-def test_beyond_the_grid_falls_back_by_default_and_says_why(engine: Engine) -> None:
-    before = engines.value(engine, "fallbacks_total", reason="over_max")
-    (result,) = engine.run([tiny.text_of(30)])
+def test_beyond_the_grid_falls_back_by_default_and_says_why(padded: Engine) -> None:
+    before = engines.value(padded, "fallbacks_total", reason="over_max")
+    (result,) = padded.run([tiny.text_of(30)])
     assert (result.mode, result.bucket, result.reason) == ("fallback", "none", "over_max")
-    assert engines.value(engine, "fallbacks_total", reason="over_max") == before + 1
+    assert engines.value(padded, "fallbacks_total", reason="over_max") == before + 1
 
 
 def test_length_at_the_hard_limit_runs_and_one_more_is_refused_saying_at_most(
@@ -408,9 +471,9 @@ async def test_i6_i7_random_traffic_with_cancellations_keeps_the_books(engine: E
 
 def test_close_finishes_what_is_queued_and_refuses_what_comes_later(text_dir: Path) -> None:
     engine = engines.started(engines.text_config(text_dir, policy=BUCKETS))
-    future = engine.admit_when_free(engine.prepare([tiny.text_of(5)] * 30))
+    answers = engine.admit_when_free(engine.prepare([tiny.text_of(5)] * 30))
     engine.close(drain_s=30)
-    assert len(future.result(1)) == 30
+    assert len(answers()) == 30
     with pytest.raises(Unavailable):
         engine.run([tiny.text_of(5)])
     assert at_rest(engine) == []
@@ -419,11 +482,11 @@ def test_close_finishes_what_is_queued_and_refuses_what_comes_later(text_dir: Pa
 def test_close_without_time_fails_the_waiting_rows_instead_of_leaving_them(text_dir: Path) -> None:
     engine = engines.started(engines.text_config(text_dir, policy=BUCKETS))
     with Blocked(engine):
-        future = engine.admit_when_free(engine.prepare([tiny.text_of(5)] * 3))
+        answers = engine.admit_when_free(engine.prepare([tiny.text_of(5)] * 3))
         closer = threading.Thread(target=engine.close, args=(0.0,))
         closer.start()
         with pytest.raises(Unavailable):
-            future.result(10)
+            answers()
     closer.join(10)
     assert engines.value(engine, "rows_dropped_total", reason="shutdown") == 3
     assert at_rest(engine) == []
@@ -438,10 +501,10 @@ def test_a_dead_device_thread_fails_everybody_and_turns_health_red(text_dir: Pat
     engine = engines.started(engines.text_config(text_dir, policy=BUCKETS))
     engine.healthy()
     with Blocked(engine):
-        future = engine.admit_when_free(engine.prepare([tiny.text_of(5)] * 3))
+        answers = engine.admit_when_free(engine.prepare([tiny.text_of(5)] * 3))
         engine._device.call(_die)
     with pytest.raises(Unavailable, match="died"):
-        future.result(10)
+        answers()
     with pytest.raises(Unavailable, match="died"):
         engine.healthy()
     with pytest.raises(Unavailable):
@@ -467,9 +530,9 @@ def test_i6_a_device_thread_that_dies_in_a_batch_settles_its_rows_too(text_dir: 
     with Blocked(engine):
         doomed = engine.admit_when_free([deadly, sample])
         later = engine.admit_when_free([replace(sample)])
-    for future in (doomed, later):
+    for answers in (doomed, later):
         with pytest.raises(Unavailable, match="died"):
-            future.result(10)
+            answers()
     assert engines.value(engine, "rows_dropped_total", reason="failed") == 3
     assert at_rest(engine) == []
     engine.close()
@@ -483,7 +546,7 @@ def test_a_broken_accelerator_ends_the_thread_instead_of_failing_every_row_for_e
         raise torch.AcceleratorError("an illegal memory access was encountered")
 
     engine = engines.started(engines.text_config(text_dir, policy=BUCKETS))
-    monkeypatch.setattr(engine._ready_parts().runner, "run", broken)
+    monkeypatch.setattr(engine.runner, "launch", broken)
     with pytest.raises(Unavailable, match="illegal memory access"):
         engine.run([tiny.text_of(5)] * 3)
     engine._device._thread.join(10)

@@ -87,7 +87,7 @@ def test_outputs_are_cut_along_their_declared_axes() -> None:
     pooled = TensorSpec("pooled", "float32", ("batch", 2))
     layout = PaddedLayout(make_spec(IDS, outputs=(tokens, pooled)), 64, CPU)
     out = torch.arange(16, dtype=torch.float32).reshape(2, 4, 2)
-    (row,) = layout.read((out, out[:, 0]), [ids_row(5, 6, 7)])
+    (row,) = layout.read((out, out[:, 0]), [ids_row(5, 6, 7)], {}).rows()[0]
     assert row["tokens"].shape == (3, 2)
     assert row["pooled"].tolist() == [0.0, 1.0]
 
@@ -96,7 +96,7 @@ def test_outputs_are_cut_along_their_declared_axes() -> None:
 def test_i5_no_result_is_a_view_of_the_output_buffer(dims: tuple[str | int, ...]) -> None:
     layout = PaddedLayout(make_spec(IDS, outputs=(TensorSpec("y", "float32", dims),)), 64, CPU)
     static = torch.ones([2, *(4 if d == "seq" else int(d) for d in dims[1:])])
-    (row,) = layout.read((static,), [ids_row(1, 2)])
+    (row,) = layout.read((static,), [ids_row(1, 2)], {}).rows()[0]
     static.fill_(9.0)
     assert (row["y"] == 1.0).all()
 

@@ -52,7 +52,7 @@ def test_i4_one_text_gives_the_same_vector_in_every_bucket_that_covers_it(
     rows = [sample.rows[0].arrays for sample in prepared]
     alone = [engines.alone(engine, dict(r.arrays), dict(r.sizes))[0] for r in rows]
     longest = max(row.sizes["seq"] for row in rows)
-    runner = engine._ready_parts().runner
+    runner = engine.runner
 
     def run_everywhere() -> float:
         worst = 0.0
@@ -60,13 +60,12 @@ def test_i4_one_text_gives_the_same_vector_in_every_bucket_that_covers_it(
             batch, seq = bucket.size("batch"), bucket.size("seq")
             if seq < longest:
                 continue
-            key = bucket.without("batch")
-            got = runner.execute(rows[:batch], key, batch, fallback=False).outputs
+            got = runner.execute(rows[:batch], bucket.as_dict(), fallback=False).outputs
             for outputs, expected in zip(got, alone, strict=False):
                 worst = max(worst, relative_error(list(outputs.values()), [expected]))
         return worst
 
-    assert engine._device.call(run_everywhere).result() < 1e-5
+    assert engine.on_device(run_everywhere) < 1e-5
 
 
 def test_lengths_around_the_model_limits(engine: Engine) -> None:

@@ -179,8 +179,8 @@ class TestDescribe:
             ),
             ({"limits": {"hard_limit": 49}}, r"limits.hard_limit 49 is above .* use 48 or less"),
             ({"policy": {"seq": {"explicit": [8, 64]}}}, r"policy.seq: 64 .* end it at 48"),
-            ({"policy": {"height": {"explicit": [8]}}}, r"policy.height: .* batch and seq"),
-            ({"rare_shapes": {"width": {}}}, r"rare_shapes.width: .* batch and seq"),
+            ({"policy": {"height": {"explicit": [8]}}}, r"policy.height: .* batch, seq, tokens"),
+            ({"rare_shapes": {"width": {}}}, r"rare_shapes.width: .* axes seq"),
         ],
     )
     def test_a_config_beyond_the_model_is_refused_with_the_bound(

@@ -7,7 +7,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from shapeserve.buckets import BATCH, Grid, RowKey
+from shapeserve.buckets import BATCH, TOKENS, Grid, RowKey
 from shapeserve.cli.common import (
     config_argument,
     json_option,
@@ -79,7 +79,7 @@ def _print(console: Console, planned: Plan) -> None:
     console.print(f"why: {planned.why}")
     if planned.expected is not None:
         console.print(_waste_table(planned.expected))
-        _print_outcomes(console, planned.expected)
+        _print_outcomes(console, planned.grid, planned.expected)
 
 
 def _grid_table(grid: Grid, expected: Expectation | None) -> Table:
@@ -95,7 +95,8 @@ def _grid_table(grid: Grid, expected: Expectation | None) -> Table:
         there = grid.batch_sizes(row)
         cells = [str(grid.bucket(b, row).area) if b in there else "" for b in batches]
         if expected is not None:
-            cells.append(f"{expected.by_size[row[0][1]] / expected.rows:.1%}")
+            rows = expected.by_size.get(row[0][1])
+            cells.append("" if rows is None else f"{rows / expected.rows:.1%}")
         table.add_row(" x ".join(map(str, _sizes(row))), *cells)
     return table
 
@@ -115,10 +116,11 @@ def _waste_table(expected: Expectation) -> Table:
     return table
 
 
-def _print_outcomes(console: Console, expected: Expectation) -> None:
+def _print_outcomes(console: Console, grid: Grid, expected: Expectation) -> None:
     for outcome, rows in sorted(expected.outcomes.items(), key=lambda item: -item[1]):
         console.print(f"{outcome}: {rows} rows ({rows / expected.rows:.1%})")
     console.print(
-        "padding_batch: not predicted; it depends on which rows arrive together "
+        f"padding_{BATCH if BATCH in grid.axes else TOKENS}: not predicted; it depends on which "
+        "rows arrive together "
         "(shapeserve_tokens_total counts it)."
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from shapeserve.compile.program import Forward
+from shapeserve.layout import Forward
 
 # Calls before a capture: compile, autotune, library handles and lazy module loads happen here and
 # must not happen inside (PyTorch's CUDA graph notes use 3).

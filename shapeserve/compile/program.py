@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from shapeserve.compile.monitor import CountingBackend
-
-Forward = Callable[..., tuple[torch.Tensor, ...]]
+from shapeserve.layout import Forward
 
 _SERIAL = itertools.count()
 

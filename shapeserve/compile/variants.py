@@ -17,7 +17,8 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported, UserError
 
 from shapeserve.buckets import BATCH, Bucket, Grid
 from shapeserve.compile.graph import GraphPool
-from shapeserve.compile.program import Forward, compiled, freezing
+from shapeserve.compile.program import compiled, freezing
+from shapeserve.layout import Forward, Layout
 from shapeserve.metrics import Mode, Tier
 
 log = logging.getLogger("shapeserve.compile")
@@ -60,7 +61,9 @@ class Programs:
 
     Args:
         module: frozen module, tensors in spec order -> tuple of outputs.
-        tier: ``eager`` compiles nothing; ``compiled`` and ``graph`` compile first.
+        tier: what the variants shall be.
+        compiles: whether there are compiled programs; without them the eager module is run, or
+            captured.
         freeze: pack the weights as constants (CPU).
         backend: torch.compile backend, ``inductor`` or ``eager``.
         on_limit: called for every call that ran eager because of torch's recompile limit.
@@ -73,10 +76,12 @@ class Programs:
         tier: Tier,
         freeze: bool,
         backend: str,
+        compiles: bool | None = None,
         on_limit: Callable[[], None] = lambda: None,
     ) -> None:
         self.eager: Forward = module
         self.tier = tier
+        self.compiles = tier is not Tier.EAGER if compiles is None else compiles
         self.frozen = freeze
         self._backend = backend
         self._on_limit = on_limit
@@ -87,30 +92,31 @@ class Programs:
     @property
     def min_batch(self) -> int:
         """The smallest batch that may be executed: 2 if there is no program for one row."""
-        return 1 if self.tier is Tier.EAGER or self._single is not None else 2
+        return 1 if not self.compiles or self._single is not None else 2
 
-    def compile_many(self, inputs: tuple[torch.Tensor, ...]) -> None:
-        """Compile the program for two rows and more by running it once on ``inputs``.
+    def compile_many(self, run: Callable[[Forward], object]) -> None:
+        """Compile the program for two rows and more by running it once.
 
-        The sizes of ``inputs`` must differ from each other and be >= 2, else torch ties them
-        together (duck sizing) and the first other shape recompiles.
+        Args:
+            run: calls the program on inputs whose sizes differ from each other and are >= 2, else
+                torch ties them together (duck sizing) and the first other shape recompiles.
         """
-        self._many = self._compile("many", inputs)
+        self._many = self._compile("many", run)
 
-    def compile_single(self, inputs: tuple[torch.Tensor, ...]) -> None:
-        """Compile the program for one row by running it once on ``inputs`` (batch 1)."""
-        self._single = self._compile("single", inputs)
+    def compile_single(self, run: Callable[[Forward], object]) -> None:
+        """Compile the program for one row; ``run`` calls it on a batch of 1."""
+        self._single = self._compile("single", run)
 
-    def _compile(self, name: str, inputs: tuple[torch.Tensor, ...]) -> Forward:
+    def _compile(self, name: str, run: Callable[[Forward], object]) -> Forward:
         """Compile as one graph; where the module breaks the graph, once more with breaks."""
         with freezing(self.frozen):
             try:
                 program = compiled(self._module, name, backend=self._backend)
-                program(*inputs)
+                run(program)
             except (Unsupported, UserError) as error:
                 log.warning("the model does not compile as one graph, breaks allowed: %s", error)
                 program = compiled(self._module, name, backend=self._backend, fullgraph=False)
-                program(*inputs)
+                run(program)
         return self._or_eager(program)
 
     def _or_eager(self, program: Forward) -> Forward:
@@ -130,48 +136,58 @@ class Programs:
 
         A size of 1 on a row axis runs eagerly: torch would specialise it, a third compile.
         """
-        if self.tier is Tier.EAGER or any(s == 1 for a, s in sizes.items() if a != BATCH):
+        if not self.compiles or any(s == 1 for a, s in sizes.items() if a != BATCH):
             return self.eager, Tier.EAGER
-        program = self._single if sizes[BATCH] == 1 else self._many
+        program = self._single if sizes.get(BATCH) == 1 else self._many
         return (program, Tier.COMPILED) if program is not None else (self.eager, Tier.EAGER)
 
 
-def single_pays(forward: Forward, make_inputs: Callable[[int], tuple[torch.Tensor, ...]]) -> bool:
+def single_pays(run: Callable[[int], None], device: torch.device) -> bool:
     """Measure whether one row padded to two costs enough to deserve a program of its own.
 
     Args:
-        forward: the eager model; the ratio of one row to two is what counts, not the level.
-        make_inputs: batch -> input tensors of a typical row shape.
+        run: runs the eager model on so many rows of a typical shape; the ratio of one row to two
+            is what counts, not the level.
+        device: where it runs.
     """
-    inputs = make_inputs(1), make_inputs(2)
-    times: tuple[list[float], list[float]] = [], []
+    times: dict[int, list[float]] = {1: [], 2: []}
     for _ in range(_TIMED_CALLS):
-        for rows, seconds in zip(inputs, times, strict=True):
-            seconds.append(_seconds(forward, rows))
+        for batch, seconds in times.items():
+            started = time.perf_counter()
+            run(batch)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - started)
     # The fastest call: what else runs on the machine only ever adds.
-    one, two = (min(seconds) for seconds in times)
+    one, two = min(times[1]), min(times[2])
     log.info("one row %.2f ms, padded to two %.2f ms (eager)", one * 1e3, two * 1e3)
     return two > one * _SINGLE_PAYS_FROM
 
 
-def _seconds(forward: Forward, inputs: tuple[torch.Tensor, ...]) -> float:
-    started = time.perf_counter()
-    forward(*inputs)
-    _synchronize(inputs)
-    return time.perf_counter() - started
-
-
-def _synchronize(inputs: tuple[torch.Tensor, ...]) -> None:
-    if inputs and inputs[0].is_cuda:
-        torch.cuda.synchronize(inputs[0].device)
-
-
 class VariantSet:
-    """One variant per bucket of a grid; immutable after :meth:`seal` (I2)."""
+    """One variant per bucket of a grid; immutable after :meth:`seal` (I2).
 
-    def __init__(self, grid: Grid, programs: Programs, device: torch.device) -> None:
+    Args:
+        grid: the buckets.
+        programs: what they run.
+        layout: gives the programs their inputs.
+        device: where they run.
+        graph_bytes: captures stop once their pool has reserved so much; None: no bound.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        programs: Programs,
+        layout: Layout,
+        device: torch.device,
+        *,
+        graph_bytes: int | None = None,
+    ) -> None:
         self.grid = grid
         self._programs = programs
+        self._layout = layout
+        self._graph_bytes = graph_bytes
         self._sealed = False
         self._pool = GraphPool(device) if programs.tier is Tier.GRAPH else None
         self._variants: dict[Bucket, Variant] = {}
@@ -179,8 +195,9 @@ class VariantSet:
             self._variants[bucket] = self._base(bucket)
 
     def _base(self, bucket: Bucket) -> Variant:
-        program, tier = self._programs.for_sizes(bucket.as_dict())
-        return Variant(bucket, tier, program, self._programs.tier)
+        sizes = bucket.as_dict()
+        program, tier = self._programs.for_sizes(sizes)
+        return Variant(bucket, tier, self._layout.bind(program, sizes), self._programs.tier)
 
     def __getitem__(self, bucket: Bucket) -> Variant:
         return self._variants[bucket]
@@ -195,20 +212,29 @@ class VariantSet:
         """Memory reserved by the captures, 0 without graphs."""
         return self._pool.bytes if self._pool else 0
 
-    def capture(self, bucket: Bucket, inputs: tuple[torch.Tensor, ...]) -> None:
-        """Raise the variant of ``bucket`` to ``graph``; RuntimeError if it cannot be captured."""
+    def capture(self, bucket: Bucket, inputs: tuple[torch.Tensor, ...]) -> bool:
+        """Raise the variant of ``bucket`` to ``graph``, unless the memory budget is used up.
+
+        Returns whether it was captured.
+
+        Raises:
+            RuntimeError: it cannot be captured.
+        """
         self._check_open("capture")
         if self._pool is None:
-            return
+            return False
+        if self._graph_bytes is not None and self._pool.bytes >= self._graph_bytes:
+            return False
         variant = self._variants[bucket]
         run = self._pool.capture(variant.run, inputs)
         self._variants[bucket] = replace(variant, tier=Tier.GRAPH, run=run)
+        return True
 
     def demote(self, bucket: Bucket) -> None:
         """Serve ``bucket`` eagerly from now on; it stays marked as degraded."""
         self._check_open("demote")
-        eager = replace(self._variants[bucket], tier=Tier.EAGER, run=self._programs.eager)
-        self._variants[bucket] = eager
+        run = self._layout.bind(self._programs.eager, bucket.as_dict())
+        self._variants[bucket] = replace(self._variants[bucket], tier=Tier.EAGER, run=run)
 
     def seal(self) -> None:
         """Refuse every later change: nothing compiles or captures on the request path."""

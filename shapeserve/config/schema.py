@@ -26,7 +26,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from shapeserve.buckets import BATCH
+from shapeserve.buckets import BATCH, TOKENS
 from shapeserve.config.load import Document
 from shapeserve.config.paths import is_package_path, model_directory
 
@@ -317,8 +317,11 @@ class Limits(_Frozen):
 class CompileConfig(_Frozen):
     """How variants are built."""
 
-    tier: Literal["auto", "eager", "compiled", "graph"] = _field(
-        "Tier of the variants: `auto` is `graph` on CUDA and `compiled` on the CPU.", "word", "auto"
+    tier: Literal["auto", "eager", "compiled", "graph", "eager_graph"] = _field(
+        "Tier of the variants: `auto` is `graph` on CUDA and `compiled` on the CPU. `eager_graph` "
+        "captures the eager model: ready within seconds, 10-25 % slower than `graph`.",
+        "word",
+        "auto",
     )
     freeze: Annotated[Literal["auto", "on", "off"], BeforeValidator(_yaml_switch)] = _field(
         "Pack the weights as constants of the compiled program: faster, longer start. `auto` "
@@ -331,6 +334,21 @@ class CompileConfig(_Frozen):
         "seconds and no speed, for tests.",
         "word",
         "inductor",
+    )
+    fuse_layers: Annotated[Literal["auto", "on", "off"], BeforeValidator(_yaml_switch)] = _field(
+        "Join layers at start: projections of one input as one product, a GELU with the linear "
+        "layer before it; kept only where the answers stay the same. `auto` does it for text on "
+        "CUDA.",
+        "word",
+        "auto",
+    )
+    graph_memory_fraction: Float = _field(
+        "Captures stop once their pool has reserved this share of the device's memory; what is "
+        "left is served compiled.",
+        "share, 0 to 1",
+        0.25,
+        gt=0,
+        le=1,
     )
     strict: Bool = _field(
         "Refuse to start when a variant cannot be built, instead of serving it at a lower tier.",
@@ -383,7 +401,11 @@ class ModelConfig(_Frozen):
         "Where the model runs: `auto` is CUDA if there is one.", "word", "auto"
     )
     layout: Literal["auto", "padded", "packed"] = _field(
-        "How rows are laid out in a batch.", "word", "auto"
+        "How rows are laid out in a batch: `padded` to a common size, or `packed` end to end "
+        "(text encoders), where a bucket is a number of tokens. `auto` packs on CUDA where the "
+        "model can.",
+        "word",
+        "auto",
     )
     policy: Policy = _field(
         "What buckets there are: axis -> sizes. Axes left out get the default of the device.",
@@ -409,13 +431,6 @@ class ModelConfig(_Frozen):
         "CPU threads of the model; unset means all cores it may use.", "threads", None, ge=1
     )
 
-    @field_validator("layout")
-    @classmethod
-    def _available(cls, layout: str) -> str:
-        if layout == "packed":
-            raise problem("layout packed is not available yet; use padded or auto")
-        return layout
-
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.path is None) == (self.import_ is None):
@@ -427,6 +442,37 @@ class ModelConfig(_Frozen):
             key = "inputs" if self.inputs is not None else "outputs"
             raise problem(f"{key} belongs to import; a model directory brings its own", key)
         return self
+
+    @model_validator(mode="after")
+    def _layout_fits(self) -> Self:
+        padded = [axis for axis in self.policy if axis != TOKENS]
+        if self.layout == "packed" and self.path is None:
+            raise problem("layout packed is for text encoders (path); use padded or auto", "layout")
+        if self.layout == "packed" and padded:
+            raise problem(
+                f"policy.{padded[0]} says nothing about packed rows, whose buckets are numbers of "
+                f"tokens; use policy.{TOKENS}, or layout: padded",
+                "policy",
+                padded[0],
+            )
+        if TOKENS in self.policy and (padded or self.layout == "padded") and self.path:
+            other = f"policy.{padded[0]}" if padded else "layout: padded"
+            raise problem(
+                f"policy.{TOKENS} is for packed rows, {other} for padded ones; remove one of them",
+                "policy",
+                TOKENS,
+            )
+        return self
+
+    def packs(self, device: Literal["cpu", "cuda"]) -> bool:
+        """Whether rows are to be packed on this kind of device, if the model can.
+
+        ``auto`` packs text on CUDA, and wherever the policy has ``tokens``; a policy of padded
+        sizes asks for padded rows.
+        """
+        if self.layout != "auto" or self.path is None:
+            return self.layout == "packed"
+        return TOKENS in self.policy or (device == "cuda" and not self.policy)
 
     @model_validator(mode="after")
     def _axes_exist(self) -> Self:
@@ -456,7 +502,7 @@ class ModelConfig(_Frozen):
     @model_validator(mode="after")
     def _buckets_within_limits(self) -> Self:
         for axis, sizes in self.policy.items():
-            if axis != BATCH:
+            if axis not in (BATCH, TOKENS):
                 self._check_largest(axis, sizes)
         return self
 

@@ -1,8 +1,9 @@
 """The device thread: the one thread that touches the model after it is loaded.
 
-It runs jobs (warm-up steps, policy swaps) and batches, one at a time. One long-lived thread,
-because CUDA graph capture, library handles and OpenMP pools all belong to the thread that made
-them.
+It runs jobs (warm-up steps, policy swaps) and batches. One long-lived thread, because CUDA graph
+capture, library handles and OpenMP pools all belong to the thread that made them. A batch may end
+in two parts, launch and finish; then the next batch is launched while the device works on this
+one. A job runs only when nothing is in flight.
 """
 
 from __future__ import annotations
@@ -20,16 +21,20 @@ import torch
 log = logging.getLogger("shapeserve.engine")
 
 T = TypeVar("T")
-Work = Callable[[], None]
+Finish = Callable[[], None]
+Work = Callable[[], Finish | None]
+"""Runs a batch, or launches it and returns what waits for it and settles its rows."""
 
 
 class DeviceThread:
     """Runs work until it is closed or dies.
 
     Args:
-        next_work: called with the lock held; returns the next batch to run, or None.
+        next_work: called with the lock held, and with whether a batch is in flight; returns the
+            next batch to run, or None.
         next_wakeup: called with the lock held; seconds until ``next_work`` may have something
             although nobody notifies, or None.
+        max_in_flight: batches that may be launched and not finished.
         on_death: called once, without the lock, with whatever killed the thread.
         threads: CPU threads of the model; they are a property of the calling thread in OpenMP
             builds, and Dynamo guards on them, so they are set here before anything compiles.
@@ -38,7 +43,8 @@ class DeviceThread:
     def __init__(
         self,
         *,
-        next_work: Callable[[], Work | None],
+        next_work: Callable[[bool], Work | None],
+        max_in_flight: Callable[[], int] = lambda: 1,
         next_wakeup: Callable[[], float | None],
         on_death: Callable[[BaseException], None],
         threads: int | None,
@@ -48,6 +54,8 @@ class DeviceThread:
         self._next_wakeup = next_wakeup
         self._on_death = on_death
         self._threads = threads
+        self._max_in_flight = max_in_flight
+        self._flights: deque[Finish] = deque()
         self._jobs: deque[tuple[Work, Future[Any]]] = deque()
         self._closing = False
         self._busy_since: float | None = None
@@ -116,19 +124,31 @@ class DeviceThread:
             self._on_death(error)
 
     def _loop(self) -> None:
+        flights = self._flights
         while True:
-            with self.lock:
-                work = self._take()
-                while work is None:
-                    if self._closing:
-                        return
-                    self.lock.wait(self._next_wakeup())
-                    work = self._take()
+            work = self._next_step()
+            if work is None:
+                if not flights:
+                    return
+                work = flights.popleft()
             self._busy_since = time.monotonic()
-            work()
-            self._busy_since = None
+            if (finish := work()) is not None:
+                flights.append(finish)
+            elif not flights:
+                self._busy_since = None
+
+    def _next_step(self) -> Work | None:
+        """Wait for a job or a batch; None: finish the oldest batch, or end if there is none."""
+        with self.lock:
+            while True:
+                if len(self._flights) >= self._max_in_flight():
+                    return None
+                work = self._take()
+                if work is not None or self._flights or self._closing:
+                    return work
+                self.lock.wait(self._next_wakeup())
 
     def _take(self) -> Work | None:
         if self._jobs:
-            return self._jobs.popleft()[0]
-        return None if self._closing else self._next_work()
+            return None if self._flights else self._jobs.popleft()[0]
+        return None if self._closing else self._next_work(bool(self._flights))

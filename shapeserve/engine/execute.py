@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from shapeserve.batcher import Batch, Row
 from shapeserve.engine.rows import RowAnswer, RowPayload
 from shapeserve.errors import RowFailed, ShapeServeError, Unavailable
+from shapeserve.layout import RowArrays
 from shapeserve.metrics import DropReason, Metrics
-from shapeserve.runner import Execution
+from shapeserve.runner import Execution, Flight
 
 log = logging.getLogger("shapeserve.engine")
 
@@ -28,35 +29,55 @@ class BatchExecutor:
         self._model = model
         self._metrics = metrics
 
-    def run(self, batch: Batch) -> None:
-        """Run ``batch`` and settle each of its rows; never raises for what a row did."""
+    def launch(self, batch: Batch) -> Flight | None:
+        """Start ``batch``; None if it failed at once, and its rows are settled by a retry."""
         now = time.monotonic()
         queue_seconds = self._metrics.queue_seconds.labels(model=self._model)
-        for row in batch.rows:
-            queue_seconds.observe(now - row.enqueued_s)
+        queue_seconds.observe_all([now - row.enqueued_s for row in batch.rows])
         payloads: list[RowPayload] = [row.payload for row in batch.rows]
         try:
-            execution = self._execute(batch, payloads, batch.batch_size)
+            return self._launch(batch, payloads, batch.sizes)
         except torch.AcceleratorError:
             raise  # no later launch can succeed: the thread ends, and Serve replaces the replica
         except Exception as error:
-            log.warning("a batch of %d rows failed, retrying row by row: %r", len(payloads), error)
             self._retry(batch, payloads, error)
-            return
-        self._settle(payloads, execution)
+            return None
 
-    def _execute(self, batch: Batch, payloads: Sequence[RowPayload], size: int) -> Execution:
+    def finish(self, batch: Batch, flight: Flight) -> None:
+        """Wait for ``batch`` and settle each of its rows; never raises for what a row did."""
+        payloads: list[RowPayload] = [row.payload for row in batch.rows]
+        try:
+            execution = self._finish(payloads, flight)
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            self._retry(batch, payloads, error)
+        else:
+            self._settle(payloads, execution)
+
+    def _launch(
+        self, batch: Batch, payloads: Sequence[RowPayload], sizes: Mapping[str, int]
+    ) -> Flight:
         runner = payloads[0].prepared.runner
-        arrays = [payload.prepared.arrays for payload in payloads]
-        return runner.run(arrays, batch.lane.row, size, fallback=batch.lane.fallback)
+        fallback = batch.lane.fallback
+        return runner.launch_counted(_arrays(payloads), sizes, fallback=fallback)
+
+    def _finish(self, payloads: Sequence[RowPayload], flight: Flight) -> Execution:
+        execution = flight.finish()
+        payloads[0].prepared.runner.count(execution, _arrays(payloads))
+        return execution
 
     def _retry(self, batch: Batch, payloads: Sequence[RowPayload], cause: Exception) -> None:
         """Run every row alone once, so that only the poisonous one fails."""
-        for payload in payloads:
+        log.warning("a batch of %d rows failed, retrying row by row: %r", len(payloads), cause)
+        lane = batch.lane
+        for row, payload in zip(batch.rows, payloads, strict=True):
             try:
                 if len(payloads) == 1:
                     raise cause
-                execution = self._execute(batch, [payload], batch.lane.batch_sizes[0])
+                size = next(s for s in lane.batch_sizes if s >= row.units)
+                flight = self._launch(batch, [payload], lane.sizes(size))
+                execution = self._finish([payload], flight)
             except torch.AcceleratorError:
                 raise
             except Exception as error:
@@ -102,3 +123,7 @@ class BatchExecutor:
         """Count accepted rows that get no result."""
         if rows:
             self._metrics.rows_dropped_total.labels(model=self._model, reason=reason).inc(rows)
+
+
+def _arrays(payloads: Sequence[RowPayload]) -> list[RowArrays]:
+    return [payload.prepared.arrays for payload in payloads]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Literal
 
 from shapeserve.engine.rows import PreparedSample, Result, Sample
@@ -16,8 +15,10 @@ if TYPE_CHECKING:
 
 Answer = Result | RowFailed | InvalidRequest
 
-# Large enough that every bucket finds full batches in it, small enough that two fit the queue.
+# Large enough that every bucket finds full batches in it, small enough that two fit the queue. The
+# first one is small, so that the device does not wait for the others to be tokenised.
 _WINDOW_ROWS = 2048
+_FIRST_WINDOW_ROWS = 256
 _IN_FLIGHT = 2  # one is tokenised while the device works on the other
 
 
@@ -30,20 +31,20 @@ def run_offline(
 ) -> list[Answer]:
     """Answer ``samples`` in order; see ``Engine.run``."""
     results: dict[int, Answer] = {}
-    waiting: deque[tuple[Sequence[int], Future[list[Result | RowFailed]]]] = deque()
+    waiting: deque[tuple[Sequence[int], Callable[[], list[Result | RowFailed]]]] = deque()
     with _progress_bar(len(samples), enabled=progress) as advance:
 
         def gather() -> None:
-            indices, future = waiting.popleft()
-            results.update(zip(indices, future.result(), strict=True))
+            indices, answers = waiting.popleft()
+            results.update(zip(indices, answers(), strict=True))
             advance(len(indices))
 
         for window in _windows(engine, samples, results, stop_at_error=on_error == "raise"):
             if len(waiting) == _IN_FLIGHT:
                 gather()
             indices = tuple(window)
-            future = engine.admit_when_free([*window.values()], indices=indices)
-            waiting.append((indices, future))
+            answers = engine.admit_when_free([*window.values()], indices=indices)
+            waiting.append((indices, answers))
         while waiting:
             gather()
     in_order = [results[i] for i in range(len(samples))]
@@ -65,8 +66,10 @@ def _windows(
     most_tokens = limits.max_queue_tokens // _IN_FLIGHT
     window: dict[int, PreparedSample] = {}
     rows = tokens = 0
-    for start in range(0, len(samples), most_rows):
-        part = engine.prepare_each(samples[start : start + most_rows], first=start)
+    end = 0
+    while end < len(samples):
+        start, end = end, end + min(most_rows, max(_FIRST_WINDOW_ROWS, end))
+        part = engine.prepare_each(samples[start:end], first=start)
         for index, sample in enumerate(part, start):
             if not isinstance(sample, PreparedSample):
                 if stop_at_error:
@@ -80,8 +83,8 @@ def _windows(
             window[index] = sample
             rows += len(sample.rows)
             tokens += cost
-    if window:
         yield window
+        window, rows, tokens = {}, 0, 0
 
 
 @contextlib.contextmanager

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shapeserve.batcher import Lane
-from shapeserve.buckets import RowKey
+from shapeserve.buckets import TOKENS, RowKey
 from shapeserve.dispatch import Dispatcher, Route
 from shapeserve.engine.rows import PreparedRow, PreparedSample, Sample
 from shapeserve.errors import InvalidRequest
-from shapeserve.layout import RowArrays
+from shapeserve.layout import MIN_ROW_TOKENS, RowArrays
+from shapeserve.metrics import FallbackReason
 from shapeserve.models.spec import TensorSpec
 from shapeserve.runner import ModelRunner
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:  # needs the extra ``hf``, which a service of other models may
 # 16 MB to say that it is too long would keep others waiting. Words have 4 or 5. Arbitrary above.
 _CHARACTERS_PER_TOKEN = 128
 _NAMED_ROWS = 10  # a message names the first ten bad rows
+_KEPT_ROUTES = 4096  # every length of most text models; bounded, because clients choose sizes
+_FALLBACK_ALIGN = 8  # of packed rows beyond the grid: tensor cores take multiples of 8
 
 
 class Preparer:
@@ -54,6 +57,8 @@ class Preparer:
         self._max_fallback_elements = max_fallback_elements
         self._sent = {n: s for n, s in runner.spec.inputs.items() if s.make is None}
         self._lanes: dict[RowKey, Lane] = {}
+        self._routes: dict[tuple[int | str | None, ...], Route] = {}
+        self._packed = _packed_lane(runner)
 
     def prepare(
         self, samples: Sequence[Sample], *, over_max: str | None = None
@@ -212,10 +217,10 @@ class Preparer:
             arrays[name] = array
         if self._tokenizer is not None:
             self._tokenizer.check_ids(arrays["input_ids"])
-        return RowArrays(arrays, {axis: sizes[axis] for axis in self._runner.grid.row_axes})
+        return RowArrays(arrays, {axis: sizes[axis] for axis in self._spec.row_axes})
 
     def _route(self, row: RowArrays, over_max: str | None) -> PreparedSample:
-        route = self._dispatcher.route(row.sizes, over_max=over_max)
+        route = self._route_of(row.sizes, over_max)
         if route.message is not None:
             raise InvalidRequest(route.message, code="too_long")
         cut = self._cut(row, route.keep) if route.keep else row
@@ -223,15 +228,37 @@ class Preparer:
         if route.action != "split":
             return PreparedSample((self._prepared(cut, route),), row.sizes, truncated_from)
         pieces = [
-            self._prepared(piece, self._dispatcher.route(piece.sizes))
+            self._prepared(piece, self._route_of(piece.sizes, None))
             for piece in self._pieces(cut, route)
         ]
         return PreparedSample(tuple(pieces), row.sizes, truncated_from)
 
+    def _route_of(self, sizes: Mapping[str, int], over_max: str | None) -> Route:
+        """The dispatcher's decision, kept for sizes that come again, as those of short texts do."""
+        key = (*sizes.values(), over_max)
+        route = self._routes.get(key)
+        if route is None:
+            route = self._dispatcher.route(sizes, over_max=over_max)
+            if len(self._routes) < _KEPT_ROUTES:
+                self._routes[key] = route
+        return route
+
     def _prepared(self, row: RowArrays, route: Route) -> PreparedRow:
+        if self._packed is not None:
+            return self._packed_row(row, self._packed)
         lane = self._lane(route.row, fallback=route.reason is not None)
         cost = prod(size for _, size in route.row)
-        return PreparedRow(row, lane, cost, route.reason, self._runner)
+        return PreparedRow(row, lane, cost, 1, route.reason, self._runner)
+
+    def _packed_row(self, row: RowArrays, lane: Lane) -> PreparedRow:
+        """Place a row on the tokens axis: whatever its length, it is not padded to others."""
+        length = _length(row)
+        if length <= lane.batch_sizes[-1]:
+            units = max(length, MIN_ROW_TOKENS)
+            return PreparedRow(row, lane, length, units, None, self._runner)
+        size = -(-length // _FALLBACK_ALIGN) * _FALLBACK_ALIGN
+        lane = Lane((), True, (size,), TOKENS)
+        return PreparedRow(row, lane, size, size, FallbackReason.OVER_MAX, self._runner)
 
     def _lane(self, row: RowKey, *, fallback: bool) -> Lane:
         if fallback:  # not kept: there are as many as clients care to send
@@ -290,6 +317,13 @@ def _as_array(value: Any, spec: TensorSpec) -> np.ndarray | None:
         if array.min() < bounds.min or array.max() > bounds.max:
             return None
     return array
+
+
+def _packed_lane(runner: ModelRunner) -> Lane | None:
+    """The one lane of a packed grid; None for a padded one."""
+    if runner.grid.axes != (TOKENS,):
+        return None
+    return Lane((), False, tuple(bucket.size(TOKENS) for bucket in runner.grid.buckets), TOKENS)
 
 
 def _text_row(ids: np.ndarray) -> RowArrays:

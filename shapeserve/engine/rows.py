@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ class PreparedRow:
         arrays: the row.
         lane: rows of one lane may share a batch.
         cost: its padded elements.
+        units: what it takes of a batch of its lane.
         reason: why it goes to the fallback, or None.
         runner: the runner (policy) that it was prepared for.
     """
@@ -56,6 +58,7 @@ class PreparedRow:
     arrays: RowArrays
     lane: Lane
     cost: int
+    units: int
     reason: FallbackReason | None
     runner: ModelRunner
 
@@ -77,7 +80,7 @@ class PreparedSample:
     @property
     def length(self) -> int:
         """Elements that will be executed for it, padding apart."""
-        return sum(int(np.prod(list(row.arrays.sizes.values()))) for row in self.rows)
+        return sum(math.prod(row.arrays.sizes.values()) for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,22 @@
 """How rows become the tensors of a bucket, and its outputs become rows again."""
 
-from shapeserve.layout.padded import PaddedLayout, RowArrays
+from shapeserve.layout.base import Forward, Layout, Reading, RowOutputs
+from shapeserve.layout.packed import MIN_ROW_TOKENS, PackedLayout, max_rows
+from shapeserve.layout.padded import PaddedLayout
+from shapeserve.layout.ragged import RaggedLayout
+from shapeserve.layout.rows import RowArrays
+from shapeserve.layout.tokens import takes_tokens
 
-__all__ = ["PaddedLayout", "RowArrays"]
+__all__ = [
+    "MIN_ROW_TOKENS",
+    "Forward",
+    "Layout",
+    "PackedLayout",
+    "PaddedLayout",
+    "RaggedLayout",
+    "Reading",
+    "RowArrays",
+    "RowOutputs",
+    "max_rows",
+    "takes_tokens",
+]

@@ -8,76 +8,26 @@ inputs at a fixed address, and nothing is allocated on the request path.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 import torch
 
+from shapeserve.buckets import BATCH
+from shapeserve.layout.base import Forward, Reading
+from shapeserve.layout.rows import RowArrays
+from shapeserve.layout.transfer import SLOTS, Download, Streams, Upload
+from shapeserve.metrics import REAL
 from shapeserve.models.spec import ModelSpec, TensorSpec
-
-# numpy has no bfloat16: such inputs are staged as float32 and rounded by torch on the way out.
-_NUMPY_DTYPES: dict[str, type] = {
-    "float32": np.float32,
-    "float16": np.float16,
-    "bfloat16": np.float32,
-    "int64": np.int64,
-    "int32": np.int32,
-    "uint8": np.uint8,
-    "bool": np.bool_,
-}
-
 
 _Index = tuple[int | slice, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RowArrays:
-    """One row as the model's author thinks of it.
-
-    Attributes:
-        arrays: input name -> array without the batch axis, unpadded.
-        sizes: row axis -> real size, for example ``{"seq": 17}``.
-    """
-
-    arrays: Mapping[str, np.ndarray]
-    sizes: Mapping[str, int]
-
-
-class _Staging:
-    """The flat buffers of one input: on the host, and on the device where that differs."""
-
-    def __init__(self, spec: TensorSpec, capacity: int, device: torch.device) -> None:
-        self.spec = spec
-        self.torch_dtype: torch.dtype = getattr(torch, spec.dtype)
-        pinned = device.type == "cuda"
-        host = torch.zeros(
-            capacity,
-            dtype=torch.float32 if spec.dtype == "bfloat16" else self.torch_dtype,
-            pin_memory=pinned,
-        )
-        self.host = host
-        self.array = host.numpy()
-        same = not pinned and host.dtype == self.torch_dtype
-        self.device = host if same else torch.zeros(capacity, dtype=self.torch_dtype, device=device)
-
-    def view(self, shape: tuple[int, ...]) -> np.ndarray:
-        """The front of the host buffer in ``shape``: writable, contiguous."""
-        return self.array[: prod(shape)].reshape(shape)
-
-    def upload(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Copy the front of the host buffer to the device (a no-op on the CPU)."""
-        n = prod(shape)
-        if self.device is not self.host:
-            self.device[:n].copy_(self.host[:n], non_blocking=True)
-        return self.device[:n].view(shape)
-
-
 class PaddedLayout:
-    """Writes rows into static buffers and reads rows out of the outputs.
+    """Pads rows on the host; reads rows out of the outputs.
 
     Thread rule: one user at a time (the device thread); the tensors that :meth:`write` returns are
-    views of the buffers and are valid until the next call.
+    views of the static buffers and hold one batch until the next call.
 
     Args:
         spec: the model's tensors.
@@ -87,33 +37,31 @@ class PaddedLayout:
 
     def __init__(self, spec: ModelSpec, capacity: int, device: torch.device) -> None:
         self._spec = spec
-        self._staging = [
-            _Staging(tensor, capacity * _channels(tensor), device)
+        streams = Streams(device)
+        self._uploads = [
+            _upload(tensor, capacity * _channels(tensor), streams)
             for tensor in spec.inputs.values()
         ]
+        self._download = Download(streams)
         self.capacity = capacity
+        self.slots = SLOTS if streams.cuda else 1
 
     def poison(self) -> None:
-        """Fill every buffer with NaN (or the dtype's largest value): a leak must show (I4)."""
-        for staging in self._staging:
-            spec = staging.spec
-            if spec.make is None and "int" in spec.dtype:
-                # An id out of the table would fault instead of leaking; a wrong valid one shows.
-                staging.array.fill(1)
-            elif spec.make is not None or spec.dtype == "bool":
-                staging.array.fill(1)
-            else:
-                staging.array.fill(np.nan)
-            staging.device.copy_(staging.host)
+        """Fill every buffer with NaN (or a valid id): a leak must show (I4)."""
+        for spec, upload in zip(self._spec.inputs.values(), self._uploads, strict=True):
+            # An id out of the table would fault instead of leaking; a wrong valid one shows.
+            exact = spec.make is not None or spec.dtype == "bool" or "int" in spec.dtype
+            upload.poison(1 if exact else np.nan)
 
     def write(
-        self, rows: Sequence[RowArrays], sizes: Mapping[str, int]
+        self, rows: Sequence[RowArrays], sizes: Mapping[str, int], slot: int = 0
     ) -> tuple[torch.Tensor, ...]:
-        """Pad ``rows`` into tensors of the executed shape.
+        """Pad ``rows`` into the static tensors of the executed shape.
 
         Args:
             rows: at most ``sizes["batch"]`` rows, each within the row axes of ``sizes``.
             sizes: axis -> executed size, ``batch`` included.
+            slot: which host buffers to use; their previous batch must be finished.
 
         Filler rows (beyond the given ones) hold the pad value and one valid mask element, because
         a fully masked row makes NaN in some attention kernels.
@@ -122,38 +70,88 @@ class PaddedLayout:
             One device tensor per input in spec order, shaped by its dims.
         """
         tensors = []
-        for staging in self._staging:
-            shape = staging.spec.shape(sizes)
-            view = staging.view(shape)
-            if staging.spec.make == "mask":
-                _write_mask(view, rows, staging.spec)
-            elif staging.spec.make == "positions":
-                _write_positions(view, rows, staging.spec)
+        for spec, upload in zip(self._spec.inputs.values(), self._uploads, strict=True):
+            shape = spec.shape(sizes)
+            view = upload.view(shape, slot)
+            if spec.make == "mask":
+                _write_mask(view, rows, spec)
+            elif spec.make == "positions":
+                _write_positions(view, rows, spec)
             else:
-                _write_data(view, rows, staging.spec)
-            tensors.append(staging.upload(shape))
+                _write_data(view, rows, spec)
+            upload.send(prod(shape), slot)
+            tensors.append(upload.static[: prod(shape)].view(shape))
         return tuple(tensors)
 
-    def read(
-        self, outputs: Sequence[torch.Tensor], rows: Sequence[RowArrays]
-    ) -> list[dict[str, np.ndarray]]:
-        """Copy the rows out of ``outputs``, cut to their real sizes; filler rows are left behind.
+    def bind(self, program: Forward, sizes: Mapping[str, int]) -> Forward:
+        """Return what runs ``program`` on the tensors of :meth:`write`: the program itself."""
+        return program
 
-        The arrays are owned by the caller: no view of a static buffer survives (I5).
-        """
-        n = len(rows)
-        copies = {
-            spec.name: _to_numpy(output[:n])
-            for spec, output in zip(self._spec.outputs.values(), outputs, strict=True)
-        }
+    def read(
+        self,
+        outputs: Sequence[torch.Tensor],
+        rows: Sequence[RowArrays],
+        sizes: Mapping[str, int],
+        slot: int = 0,
+    ) -> Reading:
+        """Begin to copy the rows out of ``outputs``; filler rows are left behind."""
+        landing = self._download.start([output[: len(rows)] for output in outputs], slot)
+        return Reading(landing, lambda arrays: self._cut(arrays, rows))
+
+    def _cut(
+        self, arrays: Sequence[np.ndarray], rows: Sequence[RowArrays]
+    ) -> list[dict[str, np.ndarray]]:
+        """Cut each row to its real sizes along the axes that the outputs declare."""
         results: list[dict[str, np.ndarray]] = [{} for _ in rows]
-        for spec in self._spec.outputs.values():
-            batch = copies[spec.name]
+        for spec, batch in zip(self._spec.outputs.values(), arrays, strict=True):
             ragged = any(isinstance(d, str) for d in spec.dims[1:])
             for i, row in enumerate(rows):
                 cut = batch[_at(i, _region(spec, row.sizes))] if ragged else batch[i]
                 results[i][spec.name] = cut.copy() if ragged else cut
         return results
+
+    def split(self, rows: Sequence[RowArrays], sizes: Mapping[str, int]) -> dict[str, int]:
+        """Split the executed area into real elements and padding; see :func:`padding`."""
+        return padding(self._spec.axes, rows, sizes)
+
+
+def padding(
+    axes: Sequence[str], rows: Sequence[RowArrays], sizes: Mapping[str, int]
+) -> dict[str, int]:
+    """Split an executed area into ``real`` elements and ``padding_<axis>`` for each axis.
+
+    A row's padding belongs to the innermost axis first: along ``width`` only the rows that are
+    real in ``height`` count, along ``height`` whole lines of the bucket; filler rows are padding
+    along ``batch``. The values add up to the product of ``sizes``.
+    """
+    row_axes = [axis for axis in axes if axis != BATCH]
+    row_area = prod(sizes[axis] for axis in row_axes)
+    filler = (sizes[BATCH] - len(rows)) * row_area
+    if len(row_axes) == 1:
+        (axis,) = row_axes
+        real = sum(row.sizes[axis] for row in rows)
+        return {
+            REAL: real,
+            f"padding_{BATCH}": filler,
+            f"padding_{axis}": len(rows) * row_area - real,
+        }
+    split = {REAL: 0, f"padding_{BATCH}": filler, **{f"padding_{axis}": 0 for axis in row_axes}}
+    for row in rows:
+        split[REAL] += prod(row.sizes[axis] for axis in row_axes)
+        outer = 1
+        inner = row_area
+        for axis in row_axes:
+            inner //= sizes[axis]
+            split[f"padding_{axis}"] += outer * (sizes[axis] - row.sizes[axis]) * inner
+            outer *= row.sizes[axis]
+    return split
+
+
+def _upload(spec: TensorSpec, capacity: int, streams: Streams) -> Upload:
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    # numpy has no bfloat16: such inputs are staged as float32 and rounded by torch on the way.
+    host = torch.float32 if dtype == torch.bfloat16 else dtype
+    return Upload(capacity, dtype, host, streams)
 
 
 def _channels(spec: TensorSpec) -> int:
@@ -190,11 +188,3 @@ def _write_positions(view: np.ndarray, rows: Sequence[RowArrays], spec: TensorSp
     for i, row in enumerate(rows):
         length = row.sizes[str(axis)]
         view[i, :length] = np.arange(length)
-
-
-def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    if tensor.dtype == torch.bfloat16:
-        tensor = tensor.float()
-    host = tensor.detach().cpu()
-    # .cpu() of a CPU tensor is the tensor itself: the copy is what makes it the caller's.
-    return host.numpy().copy() if host.data_ptr() == tensor.data_ptr() else host.numpy()

@@ -108,6 +108,7 @@ class Metrics:
         buckets: Iterable[str],
         axes: Iterable[str],
         *,
+        row_axes: Iterable[str] | None = None,
         max_sizes: Mapping[str, int] | None = None,
         modes: Iterable[Mode] = tuple(Mode),
     ) -> None:
@@ -119,6 +120,8 @@ class Metrics:
             model: its name.
             buckets: bucket labels of the grid, such as ``batch=8,seq=128``.
             axes: the grid's axes.
+            row_axes: the axes that a row has a size along; those of the grid but ``batch``
+                where not given. Packed rows have sizes along ``seq``, their grid has ``tokens``.
             max_sizes: axis -> the largest size the model takes; sets the edges of
                 ``request_length``, once. 512 where not given.
             modes: the modes that this platform and tier can use.
@@ -127,12 +130,13 @@ class Metrics:
         new = tuple(buckets)
         known = dict.fromkeys((*scopes.get(Scope.BUCKET, ()), *new, NO_BUCKET))
         axes, modes = tuple(axes), tuple(modes)
+        row_axes = tuple(row_axes or (axis for axis in axes if axis != "batch"))
         self._scopes[model] = {
             Scope.BUCKET: tuple(known),
-            Scope.AXIS: tuple(axis for axis in axes if axis != "batch"),
+            Scope.AXIS: row_axes,
             Scope.KIND: (REAL, *(f"padding_{axis}" for axis in axes)),
         }
-        for axis in axes:
+        for axis in row_axes:
             edges = length_edges((max_sizes or {}).get(axis, 512))
             self._length_edges.setdefault((model, axis), edges)
         for instrument in self._instruments:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from shapeserve.buckets import BATCH
+from shapeserve.buckets import BATCH, TOKENS
 from shapeserve.config.paths import model_directory
 from shapeserve.errors import ConfigError
 from shapeserve.models.directory import TextDirectory, read_directory
@@ -77,10 +77,12 @@ def describe_text(config: ModelConfig, directory: TextDirectory) -> ModelSpec:
 
 def _text_limits(config: ModelConfig, directory: TextDirectory) -> tuple[int, int]:
     """Return the end of the grid and the longest row along ``seq``."""
-    for section in ("policy", "rare_shapes"):
+    for section, axes in (("policy", (BATCH, SEQ, TOKENS)), ("rare_shapes", (SEQ,))):
         for axis in getattr(config, section):
-            if axis not in (BATCH, SEQ):
-                raise ConfigError(f"{section}.{axis}: a text model has the axes {BATCH} and {SEQ}")
+            if axis not in axes:
+                raise ConfigError(
+                    f"{section}.{axis}: a text model has the axes {', '.join(axes)} there"
+                )
     table, limits = directory.positions, config.limits
     asked = _asked_length(config, SEQ)
     end = asked or directory.max_length or table

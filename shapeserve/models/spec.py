@@ -75,6 +75,11 @@ class ModelSpec:
     pooling: str | None = None
     normalize: bool = False
 
+    @property
+    def row_axes(self) -> tuple[str, ...]:
+        """Every axis but ``batch``."""
+        return self.axes[1:]
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -85,6 +90,8 @@ class LoadedModel:
         module: in eval mode, without gradients, on its device; ``forward`` takes the tensors of
             ``spec.inputs`` in order and returns a tuple of those of ``spec.outputs`` in order.
         tokenizer: turns text into rows; None for the task ``module``.
+        packed: the same weights for packed rows: ``forward(tokens [T] int32, offsets [R+1] int32)``
+            returns a tuple of the outputs with R rows; None where the model cannot take them.
         fingerprint: equal for equal programs on any host; weights count by their layout only.
     """
 
@@ -92,3 +99,5 @@ class LoadedModel:
     module: nn.Module
     tokenizer: TextTokenizer | None
     fingerprint: str
+    packed: nn.Module | None = None
+    bounded: nn.Module | None = None

@@ -76,7 +76,22 @@ def load_text(config: ModelConfig, device: torch.device | str) -> LoadedModel:
     encoder = _load_encoder(directory, spec, trust_remote_code=config.trust_remote_code)
     module = TextEncoder(encoder, directory.pooling, directory.normalize)
     module.eval().requires_grad_(False).to(device)
-    return LoadedModel(spec, module, tokenizer, _fingerprint(directory, spec))
+    packed, bounded = _bounded(config, module, directory, device)
+    fingerprint = _fingerprint(directory, spec)
+    return LoadedModel(spec, module, tokenizer, fingerprint, packed, bounded)
+
+
+def _bounded(
+    config: ModelConfig, module: TextEncoder, directory: TextDirectory, device: torch.device | str
+) -> tuple[nn.Module | None, nn.Module | None]:
+    """Return the encoder for packed rows, and for padded rows with bounds, where of use."""
+    cuda = torch.device(device).type == "cuda"
+    if not cuda and not config.packs("cpu"):
+        return None, None
+    from shapeserve.models.packed import bounded  # registers an attention with transformers
+
+    packed, padded = bounded(module.encoder, directory.pooling, directory.normalize)
+    return packed, padded if cuda else None
 
 
 def _load_encoder(

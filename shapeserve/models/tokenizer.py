@@ -79,8 +79,8 @@ class TextTokenizer:
             if not all(_is_integer(i) for i in ids):
                 raise InvalidRequest("is no list of token ids; send whole numbers")
             row = np.array(ids, dtype=object)
-        bad = row[(row < 0) | (row >= self._vocab_size)]
-        if bad.size:
+        if row.size and (row.min() < 0 or row.max() >= self._vocab_size):
+            bad = row[(row < 0) | (row >= self._vocab_size)]
             raise InvalidRequest(
                 f"holds the token id {bad[0]}, which is not in the vocabulary; ids are 0 to "
                 f"{self._vocab_size - 1}"

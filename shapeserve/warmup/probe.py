@@ -12,8 +12,8 @@ from math import prod
 import numpy as np
 import torch
 
-from shapeserve.buckets import BATCH, Grid, RowKey
-from shapeserve.layout import RowArrays
+from shapeserve.buckets import BATCH, TOKENS, Bucket, Grid, RowKey
+from shapeserve.layout import MIN_ROW_TOKENS, RowArrays
 from shapeserve.models.spec import ModelSpec, TensorSpec
 
 TOLERANCE: Mapping[str, float] = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}
@@ -24,13 +24,17 @@ one unit in the last place is 1e-3 and 8e-3, and flash kernels were seen at 3e-3
 """
 
 
+# How often a packed probe batch ends before it is full, so that tails are tested too; arbitrary.
+_TAIL_SHARE = 0.05
+
+
 class Probe:
     """Random rows of a model, and the answer of the eager model for each alone and unpadded."""
 
     def __init__(self, spec: ModelSpec, eager: torch.nn.Module, device: torch.device) -> None:
         self._spec = spec
         self._eager = eager
-        self._device = device
+        self.device = device
         self.rng = np.random.default_rng(0)
 
     def row(self, sizes: Mapping[str, int]) -> RowArrays:
@@ -48,21 +52,55 @@ class Probe:
             return high
         return int(self.rng.integers(low, high + 1))
 
-    def row_for(self, grid: Grid, key: RowKey) -> RowArrays:
-        """Make a row that is padded in ``key`` but fits no smaller size of an axis."""
+    def row_for(self, grid: Grid, bucket: Bucket) -> RowArrays:
+        """Make a row that is padded in ``bucket`` but fits no smaller size of an axis.
+
+        In a packed bucket, where rows are not padded to a size, it is of any length.
+        """
+        if BATCH not in grid.axes:
+            return self.row(self._packed_size(bucket.size(TOKENS)))
         sizes = {}
-        for axis, size in key:
+        for axis, size in bucket.without(BATCH):
             below = [b.size(axis) for b in grid.buckets if b.size(axis) < size]
             sizes[axis] = self.size(max(below, default=0) + 1, size)
         return self.row(sizes)
 
-    def plant(self, row: RowArrays, key: RowKey, batch: int) -> tuple[int, list[RowArrays]]:
-        """Put ``row`` among 0..batch-1 random neighbours; return its index and all the rows."""
-        count = int(self.rng.integers(1, batch + 1))
-        index = int(self.rng.integers(0, count))
-        rows = [self.row({axis: self.size(1, size) for axis, size in key}) for _ in range(count)]
-        rows[index] = row
+    def plant(self, row: RowArrays, bucket: Bucket) -> tuple[int, list[RowArrays]]:
+        """Put ``row`` among random neighbours that fit the bucket; return its index and all."""
+        rows = self._neighbours(row, bucket)
+        index = int(self.rng.integers(0, len(rows) + 1))
+        rows.insert(index, row)
         return index, rows
+
+    def fill(self, sizes: Mapping[str, int]) -> list[RowArrays]:
+        """Rows that fill the executed ``sizes`` exactly."""
+        if BATCH not in sizes:
+            (axis,) = self._spec.row_axes
+            whole, rest = divmod(sizes[TOKENS], self._spec.hard_limit[axis])
+            lengths = [self._spec.hard_limit[axis]] * whole + [rest] * bool(rest)
+            return [self.row({axis: length}) for length in lengths]
+        row = self.row({axis: size for axis, size in sizes.items() if axis != BATCH})
+        return [row] * sizes[BATCH]
+
+    def _neighbours(self, row: RowArrays, bucket: Bucket) -> list[RowArrays]:
+        if BATCH in bucket.axes:
+            count = int(self.rng.integers(0, bucket.size(BATCH)))
+            key = bucket.without(BATCH)
+            return [self.row({axis: self.size(1, s) for axis, s in key}) for _ in range(count)]
+        (length,) = row.sizes.values()
+        left = bucket.size(TOKENS) - max(length, MIN_ROW_TOKENS)
+        rows = []
+        while left >= MIN_ROW_TOKENS and self.rng.random() > _TAIL_SHARE:
+            sizes = self._packed_size(left)
+            left -= max(*sizes.values(), MIN_ROW_TOKENS)
+            rows.append(self.row(sizes))
+        return rows
+
+    def _packed_size(self, most: int) -> dict[str, int]:
+        """A random length of a row that may take up to ``most`` tokens."""
+        (axis,) = self._spec.row_axes
+        longest = min(most, self._spec.hard_limit[axis])
+        return {axis: int(self.rng.integers(1, longest + 1))}
 
     def _random(self, spec: TensorSpec, shape: tuple[int, ...]) -> np.ndarray:
         if spec.dtype.startswith(("float", "bfloat")):
@@ -76,18 +114,21 @@ class Probe:
 
     def answer(self, row: RowArrays) -> list[np.ndarray]:
         """Return the eager outputs for ``row`` alone, unpadded: float64 arrays in spec order."""
-        inputs = [self._exact(spec, row) for spec in self._spec.inputs.values()]
-        outputs = self._eager(*inputs)
+        outputs = self._eager(*self.inputs(row))
         return [np.asarray(o[0].detach().double().cpu()) for o in outputs]
+
+    def inputs(self, row: RowArrays) -> list[torch.Tensor]:
+        """The model's inputs for ``row`` alone, unpadded."""
+        return [self._exact(spec, row) for spec in self._spec.inputs.values()]
 
     def _exact(self, spec: TensorSpec, row: RowArrays) -> torch.Tensor:
         shape = spec.shape({BATCH: 1, **row.sizes})
         dtype = getattr(torch, spec.dtype)
         if spec.make == "mask":
-            return torch.ones(shape, dtype=dtype, device=self._device)
+            return torch.ones(shape, dtype=dtype, device=self.device)
         if spec.make == "positions":
-            return torch.arange(shape[1], dtype=dtype, device=self._device).expand(shape)
-        return torch.as_tensor(row.arrays[spec.name]).to(self._device, dtype).reshape(shape)
+            return torch.arange(shape[1], dtype=dtype, device=self.device).expand(shape)
+        return torch.as_tensor(row.arrays[spec.name]).to(self.device, dtype).reshape(shape)
 
 
 def relative_error(got: list[np.ndarray], expected: list[np.ndarray]) -> float:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 
-from shapeserve.buckets import BATCH, Grid
+import torch
+
+from shapeserve.buckets import BATCH, Bucket, Grid
 from shapeserve.compile.breaks import since, snapshot
 from shapeserve.compile.monitor import CompileMonitor
 from shapeserve.compile.variants import Programs, single_pays
 from shapeserve.errors import ModelError
-from shapeserve.layout import PaddedLayout
-from shapeserve.metrics import CompilePhase, Tier
+from shapeserve.layout import Forward, Layout, RowArrays
+from shapeserve.metrics import CompilePhase
 from shapeserve.models.spec import ModelSpec
 from shapeserve.warmup.probe import TOLERANCE, Probe, label, relative_error, row_area
 from shapeserve.warmup.progress import WarmupProgress
@@ -28,22 +30,23 @@ def build_programs(
     programs: Programs,
     spec: ModelSpec,
     grid: Grid,
-    layout: PaddedLayout,
+    layout: Layout,
     probe: Probe,
     monitor: CompileMonitor,
 ) -> Iterator[WarmupProgress]:
-    """Refuse a padding-sensitive model, then compile the (at most two) programs.
+    """Compile the (at most two) programs; yields before each.
 
-    Yields before each step. Raises :class:`ModelError` as :func:`self_test` does.
+    Raises :class:`ModelError` if torch compiled nothing.
     """
     total = len(grid.buckets)
-    if spec.padding_invariant is not False:
-        yield WarmupProgress("self-test", 0, total)
-        self_test(programs, spec, grid, layout, probe)
-    if programs.tier is Tier.EAGER:
+    if not programs.compiles:
+        return
+    sizes = compile_sizes(spec, grid)
+    if BATCH not in grid.axes:
+        yield WarmupProgress("compile", 0, total, "program for packed rows")
+        _compile(programs, layout, probe, sizes, monitor)
         return
     batches = {bucket.size(BATCH) for bucket in grid.buckets}
-    sizes = compile_sizes(spec, grid)
     row = {axis: size for axis, size in sizes.items() if axis != BATCH}
     if 1 in batches and (batches == {1} or _single_pays(programs, layout, probe, row)):
         yield WarmupProgress("compile", 0, total, "program for one row")
@@ -53,10 +56,8 @@ def build_programs(
         _compile(programs, layout, probe, sizes, monitor)
 
 
-def self_test(
-    programs: Programs, spec: ModelSpec, grid: Grid, layout: PaddedLayout, probe: Probe
-) -> None:
-    """Check on the eager model that padding does not change an answer.
+def self_test(module: Forward, spec: ModelSpec, grid: Grid, layout: Layout, probe: Probe) -> None:
+    """Check on an eager module that padding (or packing) does not change an answer.
 
     Run before any compile, in the smallest and a middle row shape, so that a padding-sensitive
     model is refused within seconds.
@@ -64,38 +65,62 @@ def self_test(
     Raises:
         ModelError: naming the bucket, the row and the error.
     """
-    keys = sorted({b.without(BATCH) for b in grid.buckets}, key=row_area)
-    for key in dict.fromkeys((keys[0], keys[len(keys) // 2])):
-        row = probe.row_for(grid, key)
-        sizes = {BATCH: min(grid.batch_sizes(key)[-1], _SELF_TEST_BATCH), **dict(key)}
-        index, rows = probe.plant(row, key, sizes[BATCH])
+    for bucket in _self_test_buckets(grid):
+        row = probe.row_for(grid, bucket)
+        sizes = bucket.as_dict()
+        index, rows = probe.plant(row, bucket)
         layout.poison()
-        got = layout.read(programs.eager(*layout.write(rows, sizes)), rows)[index]
+        outputs = layout.bind(module, sizes)(*layout.write(rows, sizes))
+        got = layout.read(outputs, rows, sizes).rows()[0][index]
         error = relative_error(list(got.values()), probe.answer(row))
         if not error <= TOLERANCE[spec.dtype]:
-            raise ModelError(
-                f"padding changes the answers of {spec.name}: a row of {label(row.sizes)} padded "
-                f"into {label(sizes)} differs by {error:.2g} from the unpadded eager answer "
-                f"(tolerance {TOLERANCE[spec.dtype]:g}). Let the model ignore padding (give it an "
-                "input with `make: mask`, pool over real elements only), or set "
-                "`padding_invariant: false` to run every row at its exact size."
-            )
+            raise ModelError(_refusal(spec, row, bucket, error))
+
+
+def _refusal(spec: ModelSpec, row: RowArrays, bucket: Bucket, error: float) -> str:
+    packed = BATCH not in bucket.axes
+    what, how = ("packing", "packed") if packed else ("padding", "padded")
+    remedy = (
+        "Use `layout: padded`."
+        if packed
+        else "Let the model ignore padding (give it an input with `make: mask`, pool over real "
+        "elements only), or set `padding_invariant: false` to run every row at its exact size."
+    )
+    return (
+        f"{what} changes the answers of {spec.name}: a row of {label(row.sizes)} {how} into "
+        f"{bucket.label} differs by {error:.2g} from the unpadded eager answer (tolerance "
+        f"{TOLERANCE[spec.dtype]:g}). {remedy}"
+    )
+
+
+def _self_test_buckets(grid: Grid) -> list[Bucket]:
+    """The smallest and a middle row shape, with enough rows for neighbours and filler."""
+    if BATCH not in grid.axes:
+        return [grid.buckets[0], grid.buckets[len(grid.buckets) // 2]]
+    keys = sorted({b.without(BATCH) for b in grid.buckets}, key=row_area)
+    return [
+        grid.bucket(min(grid.batch_sizes(key), key=lambda b: abs(b - _SELF_TEST_BATCH)), key)
+        for key in dict.fromkeys((keys[0], keys[len(keys) // 2]))
+    ]
 
 
 def _compile(
     programs: Programs,
-    layout: PaddedLayout,
+    layout: Layout,
     probe: Probe,
     sizes: Mapping[str, int],
     monitor: CompileMonitor,
 ) -> None:
     """Compile one program; keep weight packing only if it reproduces the eager answers."""
-    batch = sizes[BATCH]
-    build = programs.compile_single if batch == 1 else programs.compile_many
-    rows = [probe.row({axis: s for axis, s in sizes.items() if axis != BATCH})] * batch
+    build = programs.compile_single if sizes.get(BATCH) == 1 else programs.compile_many
+    rows = probe.fill(sizes)
     inputs = layout.write(rows, sizes)
+
+    def run(program: Forward) -> tuple[torch.Tensor, ...]:
+        return layout.bind(program, sizes)(*inputs)
+
     breaks = snapshot()
-    build(inputs)
+    build(run)
     monitor.count_breaks(since(breaks))
     if not monitor.collect(CompilePhase.WARMUP):
         raise ModelError(
@@ -105,12 +130,12 @@ def _compile(
     if not programs.frozen:
         return
     program, _ = programs.for_sizes(sizes)
-    got = layout.read(program(*inputs), rows)[0]
+    got = layout.read(run(program), rows, sizes).rows()[0][0]
     error = relative_error(list(got.values()), probe.answer(rows[0]))
     if not error <= TOLERANCE["float32"]:
         log.warning("weight packing changes answers by %.1e; compiling without it", error)
         programs.frozen = False
-        build(inputs)
+        build(run)
         monitor.collect(CompilePhase.WARMUP)
 
 
@@ -134,10 +159,11 @@ def compile_sizes(spec: ModelSpec, grid: Grid) -> dict[str, int]:
     return sizes
 
 
-def _single_pays(
-    programs: Programs, layout: PaddedLayout, probe: Probe, row: Mapping[str, int]
-) -> bool:
+def _single_pays(programs: Programs, layout: Layout, probe: Probe, row: Mapping[str, int]) -> bool:
     rows = [probe.row(row), probe.row(row)]
-    return single_pays(
-        programs.eager, lambda batch: layout.write(rows[:batch], {BATCH: batch, **row})
-    )
+
+    def run(batch: int) -> None:
+        sizes = {BATCH: batch, **row}
+        layout.bind(programs.eager, sizes)(*layout.write(rows[:batch], sizes))
+
+    return single_pays(run, probe.device)

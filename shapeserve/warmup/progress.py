@@ -10,7 +10,7 @@ class WarmupProgress:
     """One step of a warm-up.
 
     Attributes:
-        stage: load, self-test, compile, capture, verify, verify again or sealed.
+        stage: load, fuse, self-test, compile, capture, verify, verify again or sealed.
         done: variants verified so far.
         total: variants to verify; 0 until the grid is known.
         detail: the bucket or program at work.

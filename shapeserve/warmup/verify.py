@@ -12,10 +12,11 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
-from shapeserve.buckets import BATCH, Bucket, RowKey
+from shapeserve.buckets import BATCH, TOKENS, Bucket, Grid
 from shapeserve.compile.monitor import CompileMonitor
 from shapeserve.errors import ModelError
 from shapeserve.layout import RowArrays
@@ -67,13 +68,13 @@ def warm_up(context: WarmupContext) -> Iterator[WarmupProgress]:
         for done, bucket in enumerate(largest_first):
             yield WarmupProgress("capture", done, total, bucket.label)
             _capture(context, bucket)
-    answers: dict[RowKey, tuple[RowArrays, list[np.ndarray]]] = {}
+    answers: dict[object, tuple[RowArrays, list[np.ndarray]]] = {}
     compiled = False
     for done, bucket in enumerate(largest_first):
         yield WarmupProgress("verify", done, total, bucket.label)
         key = bucket.without(BATCH)
         if key not in answers:
-            row = context.probe.row_for(runner.grid, key)
+            row = context.probe.row_for(runner.grid, bucket)
             answers[key] = (row, context.probe.answer(row))
         compiled |= _verify(context, bucket, *answers[key], may_compile=True)
     if compiled:
@@ -102,17 +103,26 @@ def publish_variants(runner: ModelRunner, metrics: Metrics) -> None:
 
 def _capture(context: WarmupContext, bucket: Bucket) -> None:
     runner, captures = context.runner, context.metrics.captures_total
-    row = context.probe.row(dict(bucket.without(BATCH)))
-    inputs = runner.layout.write([row], bucket.as_dict())
+    sizes = bucket.as_dict()
+    inputs = runner.layout.write(context.probe.fill(sizes)[:1], sizes)
     try:
-        runner.variants.capture(bucket, inputs)
+        captured = runner.variants.capture(bucket, inputs)
     except RuntimeError as error:
         captures.labels(model=runner.spec.name, outcome=CaptureOutcome.FAILED).inc()
         if context.strict:
             raise ModelError(f"bucket {bucket.label} cannot be captured: {error}") from error
         log.error("bucket %s cannot be captured, stays compiled: %s", bucket.label, error)
     else:
-        captures.labels(model=runner.spec.name, outcome=CaptureOutcome.CAPTURED).inc()
+        outcome = CaptureOutcome.CAPTURED if captured else CaptureOutcome.REFUSED
+        captures.labels(model=runner.spec.name, outcome=outcome).inc()
+        if not captured:
+            log.warning(
+                "bucket %s is not captured: the graphs hold %d bytes already, which is the budget "
+                "(compile.graph_memory_fraction); it is served %s",
+                bucket.label,
+                runner.variants.graph_bytes,
+                runner.variants[bucket].tier,
+            )
 
 
 def _verify(
@@ -155,12 +165,11 @@ def _problem(
     context: WarmupContext, bucket: Bucket, row: RowArrays, expected: list[np.ndarray]
 ) -> str | None:
     runner = context.runner
-    key = bucket.without(BATCH)
-    index, rows = context.probe.plant(row, key, bucket.size(BATCH))
+    index, rows = context.probe.plant(row, bucket)
     runner.layout.poison()
     eager_before = context.monitor.eager_frames
     try:
-        execution = runner.execute(rows, key, bucket.size(BATCH), fallback=False)
+        execution = runner.execute(rows, bucket.as_dict(), fallback=False)
     except Exception as raised:  # whatever a model may raise: it is reported, never swallowed
         context.monitor.collect(context.phase)
         return f"{type(raised).__name__}: {raised}"
@@ -182,13 +191,15 @@ def _problem(
 def _verify_fallback(context: WarmupContext) -> None:
     """Run the longest row that the model takes outside the grid: it must not compile either."""
     runner, tolerance = context.runner, TOLERANCE[context.runner.spec.dtype]
-    sizes = {
-        axis: runner.spec.hard_limit.get(axis, runner.grid.max_size(axis))
-        for axis in runner.grid.row_axes
-    }
-    row = context.probe.row(sizes)
+    longest = {axis: runner.spec.hard_limit[axis] for axis in runner.spec.row_axes}
+    row = context.probe.row(longest)
+    sizes = (
+        {BATCH: runner.programs.min_batch, **longest}
+        if BATCH in runner.grid.axes
+        else {TOKENS: prod(longest.values())}
+    )
     for attempt in range(2):
-        execution = runner.execute([row], tuple(sizes.items()), 1, fallback=True)
+        execution = runner.execute([row], sizes, fallback=True)
         events = context.monitor.collect(context.phase)
         if not events:
             break
@@ -210,19 +221,26 @@ def launch_overhead(runner: ModelRunner, probe: Probe) -> float:
     Timed on the smallest row shape at its smallest and largest batch: a straight line through the
     two gives the cost of an element and of an empty batch. The batcher weighs it against padding.
     """
-    key = min((b.without(BATCH) for b in runner.grid.buckets), key=row_area)
-    sizes = runner.grid.batch_sizes(key)
-    small, large = sizes[0], sizes[-1]
+    small, large = _timed_buckets(runner.grid)
     if small == large:
         return 0.0
-    low, high = (_fastest_s(runner, probe, key, batch) for batch in (small, large))
-    per_element = (high - low) / ((large - small) * row_area(key))
+    low, high = (_fastest_s(runner, probe, bucket) for bucket in (small, large))
+    per_element = (high - low) / (large.area - small.area)
     if per_element <= 0:
-        return float(large * row_area(key))  # a launch is all that these sizes cost
-    return max(low / per_element - small * row_area(key), 0.0)
+        return float(large.area)  # a launch is all that these sizes cost
+    return max(low / per_element - small.area, 0.0)
 
 
-def _fastest_s(runner: ModelRunner, probe: Probe, key: RowKey, batch: int) -> float:
-    rows = [probe.row(dict(key)) for _ in range(batch)]
+def _timed_buckets(grid: Grid) -> tuple[Bucket, Bucket]:
+    if BATCH not in grid.axes:
+        return grid.buckets[0], grid.buckets[-1]
+    key = min((b.without(BATCH) for b in grid.buckets), key=row_area)
+    sizes = grid.batch_sizes(key)
+    return grid.bucket(sizes[0], key), grid.bucket(sizes[-1], key)
+
+
+def _fastest_s(runner: ModelRunner, probe: Probe, bucket: Bucket) -> float:
+    sizes = bucket.as_dict()
+    rows = probe.fill(sizes)
     # The fastest run: what else runs on the machine only ever adds.
-    return min(runner.execute(rows, key, batch, fallback=False).seconds for _ in range(_TIMED_RUNS))
+    return min(runner.execute(rows, sizes, fallback=False).seconds for _ in range(_TIMED_RUNS))

@@ -1,0 +1,123 @@
+"""Layouts that are given the real tokens of a batch end to end, and where each row begins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from shapeserve.layout.base import Reading, RowOutputs
+from shapeserve.layout.rows import RowArrays
+from shapeserve.layout.transfer import SLOTS, Download, Streams, Upload
+from shapeserve.models.spec import ModelSpec, TensorSpec
+
+
+class TokenBuffers:
+    """Static buffers for tokens and row offsets.
+
+    Args:
+        name: the input that holds the tokens, one array of one dimension for each row.
+        axis: the rows' only axis.
+        tokens: most tokens of a batch.
+        rows: most rows of a batch.
+        streams: of the device.
+    """
+
+    def __init__(self, name: str, axis: str, tokens: int, rows: int, streams: Streams) -> None:
+        self._name = name
+        self._axis = axis
+        self._tokens = Upload(tokens, torch.int32, torch.int32, streams)
+        self._offsets = Upload(rows + 1, torch.int32, torch.int32, streams)
+
+    def write(
+        self, rows: Sequence[RowArrays], capacity: int, max_rows: int, slot: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write ``rows``; return tokens [capacity] and offsets [max_rows + 1], both int32.
+
+        Offsets beyond the last row repeat the total, so that filler rows have no tokens. Tokens
+        beyond the total keep what an earlier batch left there, or the poison.
+        """
+        lengths = [row.sizes[self._axis] for row in rows]
+        offsets = self._offsets.view((max_rows + 1,), slot)
+        offsets[0] = 0
+        np.cumsum(lengths, out=offsets[1 : len(rows) + 1])
+        total = int(offsets[len(rows)])
+        offsets[len(rows) + 1 :] = total
+        tokens = self._tokens.view((total,), slot)
+        np.concatenate([row.arrays[self._name] for row in rows], out=tokens, casting="unsafe")
+        self._tokens.send(total, slot)
+        self._offsets.send(max_rows + 1, slot)
+        return self._tokens.static[:capacity], self._offsets.static[: max_rows + 1]
+
+    def poison(self) -> None:
+        """Fill the tokens with a valid id: one out of the table would fault instead of leaking."""
+        self._tokens.poison(1)
+
+
+class TokenLayout:
+    """What the ragged and the packed layout share: buffers, and reading rows out.
+
+    Thread rule: as for ``PaddedLayout``.
+
+    Args:
+        spec: the model's tensors; :func:`takes_tokens` must be true of it.
+        capacity: elements of the largest executed area.
+        rows: most rows of a batch.
+        device: where the model runs.
+    """
+
+    def __init__(self, spec: ModelSpec, capacity: int, rows: int, device: torch.device) -> None:
+        streams = Streams(device)
+        self.spec = spec
+        self.sent = next(t for t in spec.inputs.values() if t.make is None)
+        self.axis = str(self.sent.dims[1])
+        self.buffers = TokenBuffers(self.sent.name, self.axis, capacity, rows, streams)
+        self.capacity = capacity
+        self.slots = SLOTS if streams.cuda else 1
+        self._download = Download(streams)
+
+    def poison(self) -> None:
+        """Fill every buffer with what must never reach an answer (I4)."""
+        self.buffers.poison()
+
+    def is_ragged(self, output: TensorSpec) -> bool:
+        """Whether an output has a value for each token, real ones first in its tensor."""
+        return len(output.dims) > 1 and output.dims[1] == self.axis
+
+    def read(
+        self,
+        outputs: Sequence[torch.Tensor],
+        rows: Sequence[RowArrays],
+        sizes: Mapping[str, int],
+        slot: int = 0,
+    ) -> Reading:
+        """Begin to copy the rows out: the real tokens of ragged outputs, else the real rows."""
+        specs = [(spec.name, self.is_ragged(spec)) for spec in self.spec.outputs.values()]
+        ends = [*accumulate(row.sizes[self.axis] for row in rows)]
+        real = [
+            output[: ends[-1] if ragged else len(rows)]
+            for (_, ragged), output in zip(specs, outputs, strict=True)
+        ]
+        landing = self._download.start(real, slot)
+
+        def cut(arrays: Sequence[np.ndarray]) -> list[RowOutputs]:
+            parts = {
+                name: np.split(array, ends[:-1]) if ragged else array
+                for (name, ragged), array in zip(specs, arrays, strict=True)
+            }
+            return [{name: part[i] for name, part in parts.items()} for i in range(len(rows))]
+
+        return Reading(landing, cut)
+
+
+def takes_tokens(spec: ModelSpec) -> bool:
+    """Whether one input of integer ids [batch, axis] is all that is sent for a row."""
+    sent = [t for t in spec.inputs.values() if t.make is None]
+    return (
+        len(sent) == 1
+        and len(sent[0].dims) == 2
+        and isinstance(sent[0].dims[1], str)
+        and all(t.dims == sent[0].dims and t.dtype == "int64" for t in spec.inputs.values())
+    )
