@@ -91,6 +91,7 @@ class ModelRunner:
         self._monitor = monitor
         self._metrics = metrics
         self._free_slots = [*range(layout.slots)]
+        self._timers = [_Timer(device) for _ in range(layout.slots)]
 
     def launch(
         self, rows: Sequence[RowArrays], sizes: Mapping[str, int], *, fallback: bool
@@ -111,7 +112,7 @@ class ModelRunner:
             run, mode, label = variant.run, variant.mode, variant.bucket.label
         slot = self._free_slots.pop()
         release = partial(self._free_slots.append, slot)
-        timer = _Timer(self.device)
+        timer = self._timers[slot]
         try:
             inputs = self.layout.write(rows, sizes, slot)
             timer.start()
@@ -154,7 +155,7 @@ class ModelRunner:
 
 
 class _Timer:
-    """Seconds of the device between start and stop."""
+    """Seconds of the device between start and stop; one for each slot, used again."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -165,16 +166,16 @@ class _Timer:
             self._times = [0.0, 0.0]
 
     def start(self) -> None:
-        if self._cuda:
-            self._events[0].record()
-        else:
-            self._times[0] = time.perf_counter()
+        self._mark(0)
 
     def stop(self) -> None:
+        self._mark(1)
+
+    def _mark(self, which: int) -> None:
         if self._cuda:
-            self._events[1].record()
+            self._events[which].record()
         else:
-            self._times[1] = time.perf_counter()
+            self._times[which] = time.perf_counter()
 
     def seconds(self) -> float:
         """To be called once the outputs are there."""

@@ -13,6 +13,8 @@ from shapeserve.layout.rows import RowArrays
 from shapeserve.layout.transfer import SLOTS, Download, Streams, Upload
 from shapeserve.models.spec import ModelSpec, TensorSpec
 
+_ALIGN = 64  # int32 elements: the 256 bytes that CUDA's own allocations are aligned to
+
 
 class TokenBuffers:
     """Static buffers for tokens and row offsets.
@@ -28,8 +30,9 @@ class TokenBuffers:
     def __init__(self, name: str, axis: str, tokens: int, rows: int, streams: Streams) -> None:
         self._name = name
         self._axis = axis
-        self._tokens = Upload(tokens, torch.int32, torch.int32, streams)
-        self._offsets = Upload(rows + 1, torch.int32, torch.int32, streams)
+        # One buffer, so that a batch is one copy: offsets in front, tokens from a multiple of
+        # _ALIGN on.
+        self._buffer = Upload(_first_token(rows) + tokens, torch.int32, torch.int32, streams)
 
     def write(
         self, rows: Sequence[RowArrays], capacity: int, max_rows: int, slot: int
@@ -39,21 +42,27 @@ class TokenBuffers:
         Offsets beyond the last row repeat the total, so that filler rows have no tokens. Tokens
         beyond the total keep what an earlier batch left there, or the poison.
         """
-        lengths = [row.sizes[self._axis] for row in rows]
-        offsets = self._offsets.view((max_rows + 1,), slot)
+        first, count = _first_token(max_rows), len(rows)
+        buffer = self._buffer.view((first + capacity,), slot)
+        offsets = buffer[: max_rows + 1]
         offsets[0] = 0
-        np.cumsum(lengths, out=offsets[1 : len(rows) + 1])
-        total = int(offsets[len(rows)])
-        offsets[len(rows) + 1 :] = total
-        tokens = self._tokens.view((total,), slot)
-        np.concatenate([row.arrays[self._name] for row in rows], out=tokens, casting="unsafe")
-        self._tokens.send(total, slot)
-        self._offsets.send(max_rows + 1, slot)
-        return self._tokens.static[:capacity], self._offsets.static[: max_rows + 1]
+        np.cumsum([row.sizes[self._axis] for row in rows], out=offsets[1 : count + 1])
+        total = int(offsets[count])
+        offsets[count + 1 :] = total
+        parts = [row.arrays[self._name] for row in rows]
+        np.concatenate(parts, out=buffer[first : first + total], casting="unsafe")
+        self._buffer.send(first + total, slot)
+        static = self._buffer.static
+        return static[first : first + capacity], static[: max_rows + 1]
 
     def poison(self) -> None:
         """Fill the tokens with a valid id: one out of the table would fault instead of leaking."""
-        self._tokens.poison(1)
+        self._buffer.poison(1)
+
+
+def _first_token(rows: int) -> int:
+    """Where the tokens begin behind the offsets of so many rows."""
+    return -(-(rows + 1) // _ALIGN) * _ALIGN
 
 
 class TokenLayout:
