@@ -99,6 +99,25 @@ def test_i7_the_tail_of_a_packed_batch_is_its_only_padding() -> None:
     assert layout.split(rows_of(3, 5), {TOKENS: 32}) == {"real": 8, "padding_tokens": 24}
 
 
+@pytest.mark.parametrize("kind", [PackedLayout, RaggedLayout])
+def test_i4_what_a_large_batch_leaves_behind_is_a_valid_id_to_a_small_one(
+    kind: type[PackedLayout | RaggedLayout],
+) -> None:
+    # An id beyond the vocabulary ends the process on a GPU, so that offsets must never be read
+    # as tokens.
+    layout, vocabulary = kind(spec(), 4096, 1024, CPU), 5
+    sizes = (
+        ({"tokens": 4096}, {"tokens": 16})
+        if kind is PackedLayout
+        else ({"batch": 1024, "seq": 4}, {"batch": 2, "seq": 8})
+    )
+    rows = [RowArrays({"ids": np.full(4, 3)}, {"seq": 4}) for _ in range(1024)]
+    for written, executed in ((rows, sizes[0]), (rows[:1], sizes[1]), (rows[:2], sizes[1])):
+        tokens, offsets = layout.write(written, executed)
+        assert 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary
+        assert int(offsets[-1]) == 4 * len(written)
+
+
 def test_only_models_whose_rows_are_token_ids_can_be_ragged() -> None:
     assert takes_tokens(spec())
     pixels = TensorSpec("pixels", "float32", ("batch", "height"))

@@ -6,7 +6,8 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -279,11 +280,22 @@ def test_metrics_answer_while_requests_wait(service: ServiceProcess) -> None:
             connection.close()
 
 
+def settled(read: Callable[[], float]) -> float:
+    """A value that has stopped to change: requests of earlier tests may still be cancelled."""
+    last = read()
+    for _ in range(20):
+        time.sleep(0.5)
+        last, before = read(), last
+        if last == before:
+            break
+    return last
+
+
 def test_metrics_of_all_replicas_add_up_and_every_request_counts_once(
     service: ServiceProcess,
 ) -> None:
     asked = {"model": "fake", "endpoint": "embeddings"}
-    before = service.total("requests_total", **asked)
+    before = settled(lambda: service.total("requests_total", **asked))
     timed = service.total("request_seconds_count", **asked)
     for text in ["a", "b", "", "full", "nan", "crash"] * 4:
         service.embed(text)

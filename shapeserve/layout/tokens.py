@@ -30,9 +30,11 @@ class TokenBuffers:
     def __init__(self, name: str, axis: str, tokens: int, rows: int, streams: Streams) -> None:
         self._name = name
         self._axis = axis
-        # One buffer, so that a batch is one copy: offsets in front, tokens from a multiple of
-        # _ALIGN on.
-        self._buffer = Upload(_first_token(rows) + tokens, torch.int32, torch.int32, streams)
+        # One buffer, so that a batch is one copy: offsets in front, tokens behind those of the
+        # most rows. The place is the same for every bucket: what a batch leaves behind its tokens
+        # is then always a token, never an offset, which may be no valid id.
+        self._first = -(-(rows + 1) // _ALIGN) * _ALIGN
+        self._buffer = Upload(self._first + tokens, torch.int32, torch.int32, streams)
 
     def write(
         self, rows: Sequence[RowArrays], capacity: int, max_rows: int, slot: int
@@ -42,7 +44,7 @@ class TokenBuffers:
         Offsets beyond the last row repeat the total, so that filler rows have no tokens. Tokens
         beyond the total keep what an earlier batch left there, or the poison.
         """
-        first, count = _first_token(max_rows), len(rows)
+        first, count = self._first, len(rows)
         buffer = self._buffer.view((first + capacity,), slot)
         offsets = buffer[: max_rows + 1]
         offsets[0] = 0
@@ -58,11 +60,6 @@ class TokenBuffers:
     def poison(self) -> None:
         """Fill the tokens with a valid id: one out of the table would fault instead of leaking."""
         self._buffer.poison(1)
-
-
-def _first_token(rows: int) -> int:
-    """Where the tokens begin behind the offsets of so many rows."""
-    return -(-(rows + 1) // _ALIGN) * _ALIGN
 
 
 class TokenLayout:
