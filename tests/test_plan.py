@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -182,3 +183,35 @@ def test_minilm_ends_its_grid_at_its_own_maximum(minilm_dir: Path, data_dir: Pat
     assert expected.waste.ratio < expected.compared["pow2"].ratio
     assert expected.compared["pow2"].ratio < expected.compared["pad_to_max"].ratio
     assert math.isclose(expected.waste.ratio, 0.085, abs_tol=0.001)
+
+
+@pytest.fixture(scope="module")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_model(tmp_path_factory.mktemp("plan") / "m", max_length=256, positions=512)
+
+
+def text_plan(directory: Path, device: Any, **keys: Any) -> Any:
+    config = ServeConfig.from_dict({"models": [{"path": str(directory), **keys}]}).models[0]
+    return plan(config, device, {4: 3, 300: 1})
+
+
+def test_text_is_packed_on_cuda_unless_the_policy_speaks_of_padded_sizes(text_model: Path) -> None:
+    packed = text_plan(text_model, "cuda")
+    assert packed.grid.axes == ("tokens",)
+    assert "1 compile" in packed.programs
+    assert packed.expected.waste.padding == 0
+    assert packed.expected.outcomes == {"bucket": 4}
+    padded = text_plan(text_model, "cuda", policy={"seq": {"explicit": [64, 256]}})
+    assert padded.grid.axes == text_plan(text_model, "cpu").grid.axes == ("batch", "seq")
+
+
+def test_a_plan_predicts_the_memory_of_the_captures(text_model: Path) -> None:
+    limits = {"max_batch_tokens": 4096}
+    compiled = text_plan(text_model, "cuda", dtype="float16", limits=limits)
+    assert compiled.graph_bytes == 4096 * 32 * 2 * 10
+    eager = text_plan(
+        text_model, "cuda", dtype="float16", limits=limits, compile={"tier": "eager_graph"}
+    )
+    assert eager.graph_bytes > compiled.graph_bytes
+    assert "captured as it is" in eager.programs
+    assert text_plan(text_model, "cpu").graph_bytes is None

@@ -76,6 +76,8 @@ def _print(console: Console, planned: Plan) -> None:
     console.print(_grid_table(planned.grid, planned.expected))
     console.print(f"grid {planned.grid.version}")
     console.print(f"variants: {len(planned.grid)} at tier {planned.tier}; {planned.programs}.")
+    if planned.graph_bytes is not None:
+        console.print(f"graph memory: about {planned.graph_bytes / 2**20:.0f} MiB expected")
     console.print(f"why: {planned.why}")
     if planned.expected is not None:
         console.print(_waste_table(planned.expected))
