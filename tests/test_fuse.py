@@ -6,23 +6,34 @@ import copy
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import tiny
 import torch
 import transformers
+from fuse_modules import (
+    MEMBERS,
+    QKV,
+    TOLERANCE,
+    Encoder,
+    FeedForward,
+    Siblings,
+    difference,
+    frozen,
+    hf,
+    on,
+    reasons,
+    runner,
+    slots,
+    types,
+    unfused_state,
+    weight_bytes,
+)
 from torch import Tensor, nn
-from torch._inductor.utils import fresh_cache
 from torch.nn import functional as F  # noqa: N812
 
-from shapeserve.compile.monitor import CompileMonitor
-from shapeserve.compile.program import compiled, freezing
-from shapeserve.config import ServeConfig
-from shapeserve.metrics import CompilePhase, Metrics
-from shapeserve.models import load
 from shapeserve.models.fuse import (
     FusionReport,
     fuse,
@@ -30,169 +41,11 @@ from shapeserve.models.fuse import (
     linear_gelu,
     unfuse,
 )
-from shapeserve.models.fuse.layers import Slot
-
-TOLERANCE = 1e-5  # fp32; products of another width sum in another order
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def frozen(module: nn.Module) -> nn.Module:
-    return module.eval().requires_grad_(False)
-
-
-_SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 48,
-    "pad_token_id": 0,
-}
-
-
-def hf(kind: str, attention: str = "sdpa", layers: int = 2) -> nn.Module:
-    """A tiny transformers model; weights of 0.25, so that a wrong slice changes the answer."""
-    sizes = {**_SIZES, "num_hidden_layers": layers}
-    configs: dict[str, Callable[[], Any]] = {
-        "bert": lambda: transformers.BertConfig(**sizes),
-        "roberta": lambda: transformers.RobertaConfig(**sizes, max_position_embeddings=66),
-        "distilbert": lambda: transformers.DistilBertConfig(
-            vocab_size=64, dim=32, hidden_dim=48, n_layers=layers, n_heads=2, dropout=0.0
-        ),
-        "modernbert": lambda: transformers.ModernBertConfig(
-            **sizes,
-            cls_token_id=1,
-            sep_token_id=2,
-            bos_token_id=1,
-            eos_token_id=2,
-        ),
-        "albert": lambda: transformers.AlbertConfig(**sizes, embedding_size=16),
-        "electra": lambda: transformers.ElectraConfig(**sizes, embedding_size=16),
-        "qwen3": lambda: transformers.Qwen3Config(
-            **sizes, num_key_value_heads=1, head_dim=16, use_cache=False
-        ),
-    }
-    model: nn.Module = transformers.AutoModel.from_config(
-        configs[kind](), attn_implementation=attention
-    )
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(0, 0.25)
-        else:
-            parameter.data.normal_(0, 0.1).add_(1.0)
-    return frozen(model)
-
-
-def rows(batch: int, seq: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(batch * 1000 + seq)
-    ids = torch.randint(3, 64, (batch, seq), generator=generator)
-    mask = torch.ones_like(ids)
-    mask[0, seq // 2 :] = 0
-    return ids, mask
-
-
-class Encoder(nn.Module):
-    """Ids and mask to hidden states, as a program wants them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: Tensor, mask: Tensor) -> tuple[Tensor]:
-        return (self.model(input_ids=ids, attention_mask=mask, return_dict=False)[0],)
-
-
-def runner(module: nn.Module, batch: int = 3, seq: int = 10) -> Callable[[], tuple[Tensor, ...]]:
-    def trial() -> tuple[Tensor, ...]:
-        outputs: tuple[Tensor, ...] = module(*rows(batch, seq))
-        return outputs
-
-    return trial
-
-
-def difference(got: Tensor, expected: Tensor) -> float:
-    return float((got - expected).double().norm() / expected.double().norm())
-
-
-def weight_bytes(module: nn.Module) -> int:
-    """Bytes of memory behind the module's tensors, each piece once."""
-    tensors = [*module.parameters(), *module.buffers()]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
-
-
-def slots(module: nn.Module) -> list[Slot]:
-    return [
-        layer._slot for layer in module.modules() if isinstance(getattr(layer, "_slot", 0), Slot)
-    ]
-
-
-def types(module: nn.Module) -> dict[str, type]:
-    return {name: type(layer) for name, layer in module.named_modules()}
-
-
-class Siblings(nn.Module):
-    """q, k and v of one input, of different widths; hooks for the tests to break it."""
-
-    def __init__(self, bias: bool = True) -> None:
-        super().__init__()
-        self.q = nn.Linear(8, 8, bias=bias)
-        self.k = nn.Linear(8, 4, bias=bias)
-        self.v = nn.Linear(8, 6, bias=bias)
-        self.out = nn.Linear(18, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts: Tensor = self.out(torch.cat([self.q(x), self.k(x), self.v(x)], -1))
-        return parts
-
-
-class FeedForward(nn.Module):
-    def __init__(self, act: nn.Module | None = None) -> None:
-        super().__init__()
-        self.up = nn.Linear(8, 16)
-        self.act = act or nn.GELU()
-        self.down = nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.act(self.up(x)))
-        return out
-
-
-def on(module: nn.Module) -> Callable[[], Any]:
-    x = torch.randn(2, 5, 8)
-    return lambda: module(x)
-
-
-def reasons(report: FusionReport) -> list[str]:
-    return [skipped.reason for skipped in report.skipped]
-
-
-_QKV = {
-    "bert": "model.encoder.layer.{}.attention.self.{}",
-    "roberta": "model.encoder.layer.{}.attention.self.{}",
-    "electra": "model.encoder.layer.{}.attention.self.{}",
-    "distilbert": "model.transformer.layer.{}.attention.{}",
-    "qwen3": "model.layers.{}.self_attn.{}",
-}
-_MEMBERS = {
-    "bert": ("query", "key", "value"),
-    "roberta": ("query", "key", "value"),
-    "electra": ("query", "key", "value"),
-    "distilbert": ("q_lin", "k_lin", "v_lin"),
-    "qwen3": ("q_proj", "k_proj", "v_proj"),
-}
 
 
 class TestEncoders:
     @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-    @pytest.mark.parametrize("kind", list(_QKV))
+    @pytest.mark.parametrize("kind", list(QKV))
     def test_projections_are_one_product_with_the_same_answers(
         self, kind: str, attention: str
     ) -> None:
@@ -203,7 +56,7 @@ class TestEncoders:
         assert report.error is not None
         assert report.error <= TOLERANCE
         for layer in range(2):
-            names = tuple(_QKV[kind].format(layer, member) for member in _MEMBERS[kind])
+            names = tuple(QKV[kind].format(layer, member) for member in MEMBERS[kind])
             assert names in report.projections
         for shape, answer in expected.items():
             assert difference(runner(module, *shape)()[0], answer) <= TOLERANCE
@@ -274,10 +127,6 @@ class TestEncoders:
         again.load_state_dict(unfused_state(module))
         fuse(again, runner(again), gelu=linear_gelu)
         assert torch.equal(runner(module)()[0], runner(again)()[0])
-
-
-def unfused_state(module: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
 class TestProducts:
@@ -876,134 +725,3 @@ class TestVerified:
         assert unfuse(module) == 0
         storages = [p.untyped_storage().data_ptr() for p in module.parameters()]
         assert len(set(storages)) == len(storages)
-
-
-class Graphs:
-    """A Dynamo backend that keeps what it was given."""
-
-    def __init__(self) -> None:
-        self.graphs: list[torch.fx.GraphModule] = []
-
-    def __call__(self, gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        self.graphs.append(gm)
-        return gm.forward
-
-    def outputs(self) -> int:
-        (graph,) = self.graphs
-        (node,) = graph.graph.find_nodes(op="output")
-        return len(node.args[0])
-
-
-@pytest.mark.timeout(300)  # Inductor calls g++, which shares the cores with whatever else runs
-class TestCompiled:
-    SHAPES = ((3, 10), (2, 7), (5, 33), (4, 16), (9, 9))
-
-    def test_one_graph_without_breaks_or_more_outputs(self) -> None:
-        module = Encoder(hf("bert"))
-        fuse(module, runner(module), gelu=linear_gelu)
-        explained = torch._dynamo.explain(module)(*rows(3, 10))
-        assert (explained.graph_count, explained.graph_break_count) == (1, 0)
-        backend = Graphs()
-        program = torch.compile(module, backend=backend, dynamic=True, fullgraph=True)
-        with torch.no_grad():
-            for shape in self.SHAPES:
-                expected = runner(module, *shape)()[0]
-                assert difference(program(*rows(*shape))[0], expected) <= TOLERANCE
-                assert [slot.offer for slot in slots(module)] == [None] * len(slots(module))
-        assert backend.outputs() == 1
-        linears = [n for n in backend.graphs[0].graph.nodes if "linear" in str(n.target)]
-        assert len(linears) == 2 * 4 + 1  # q, k and v as one, output, up, down; the pooler
-
-    @pytest.mark.parametrize("kind", ["bert", "distilbert", "qwen3"])
-    def test_one_compile_serves_every_shape(self, kind: str) -> None:
-        module = Encoder(hf(kind))
-        fuse(module, runner(module), gelu=linear_gelu)
-        monitor = self.monitor()
-        with torch.no_grad():
-            program = compiled(module, "fused", backend="eager")
-            for shape in self.SHAPES:
-                expected = runner(module, *shape)()[0]
-                assert difference(program(*rows(*shape))[0], expected) <= TOLERANCE
-        assert len(monitor.collect(CompilePhase.WARMUP)) == 1
-
-    @pytest.mark.parametrize("freeze", [False, True], ids=["plain", "frozen"])
-    def test_inductor(self, freeze: bool) -> None:
-        module = Encoder(hf("bert", layers=1))
-        expected = {shape: runner(module, *shape)()[0] for shape in self.SHAPES}
-        fuse(module, runner(module), gelu=linear_gelu)
-        monitor = self.monitor()
-        with torch.no_grad(), fresh_cache(), freezing(freeze):
-            program = compiled(module, "fused", backend="inductor")
-            for shape, answer in expected.items():
-                assert difference(program(*rows(*shape))[0], answer) <= TOLERANCE
-        assert len(monitor.collect(CompilePhase.WARMUP)) == 1
-
-    def test_a_custom_op_is_called_by_the_program(self) -> None:
-        calls: list[torch.Size] = []
-
-        @torch.library.custom_op("shapeserve_test::linear_gelu", mutates_args=())
-        def op(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-            calls.append(x.shape)
-            return linear_gelu(x, weight, bias)
-
-        @op.register_fake
-        def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-            return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-        module = Encoder(hf("bert"))
-        named = torch.ops.shapeserve_test.linear_gelu
-        assert fuse_verified(module, runner(module), TOLERANCE, gelu=named).active
-        monitor = self.monitor()
-        with torch.no_grad():
-            program = compiled(module, "fused", backend="eager")
-            calls.clear()
-            for shape in self.SHAPES[1:]:
-                program(*rows(*shape))
-        assert calls[-2:] == [torch.Size([9, 9, 32])] * 2
-        assert len(monitor.collect(CompilePhase.WARMUP)) == 1
-
-    def monitor(self) -> CompileMonitor:
-        metrics = Metrics()
-        metrics.preset("m", ["batch=2,seq=8"], ("batch", "seq"))
-        monitor = CompileMonitor(metrics, "m")
-        monitor.collect(CompilePhase.WARMUP)
-        return monitor
-
-
-@pytest.mark.gpu
-class TestCapture:
-    def test_a_captured_fused_model_answers_as_the_original(self) -> None:
-        module = Encoder(hf("bert")).to("cuda")
-        inputs = [tuple(t.cuda() for t in rows(4, seq)) for seq in (16, 16)]
-        inputs[1][0].copy_(inputs[1][0].flip(0))
-        with torch.no_grad():
-            expected = [module(*pair)[0] for pair in inputs]
-            report = fuse_verified(module, lambda: module(*inputs[0]), 1e-4, gelu=linear_gelu)
-            assert report.active
-            static = tuple(t.clone() for t in inputs[0])
-            side = torch.cuda.Stream()
-            with torch.cuda.stream(side):
-                module(*static)
-            side.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=side):
-                (output,) = module(*static)
-            for pair, answer in zip(inputs, expected, strict=True):
-                for buffer, values in zip(static, pair, strict=True):
-                    buffer.copy_(values)
-                graph.replay()
-                assert difference(output, answer) <= 1e-4
-        assert [slot.offer for slot in slots(module)] == [None] * len(slots(module))
-
-
-def test_the_real_model(minilm_dir: Path) -> None:
-    config = ServeConfig.from_dict({"models": [{"path": str(minilm_dir)}]}).models[0]
-    module = load(config, "cpu").module
-    ids = torch.randint(1000, 20000, (2, 24))
-    before = weight_bytes(module)
-    report = fuse_verified(
-        module, lambda: module(ids, torch.ones_like(ids)), TOLERANCE, gelu=linear_gelu
-    )
-    assert (len(report.projections), len(report.gelus), report.skipped) == (6, 6, ())
-    assert report.active
-    assert weight_bytes(module) == before
