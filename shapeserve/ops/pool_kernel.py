@@ -60,16 +60,17 @@ def segment_pool_kernel(
     length = high - low
     d = tl.arange(0, block_d)
     real_d = d < dim
+    held = d < tl.where(length > 0, dim, 0)  # nothing, for a row without tokens
     hidden += low.to(tl.int64) * hidden_token
     if mode == "mean":
         vector = _sum(hidden, length, hidden_token, dim, block_d, block_t)
         vector = vector / tl.maximum(length, 1).to(tl.float32)
     elif mode == "max":
         vector = _max(hidden, length, hidden_token, dim, block_d, block_t)
-        vector = tl.where(real_d & (length > 0), vector, 0.0)
+        vector = tl.where(held, vector, 0.0)
     else:
         at = 0 if mode == "cls" else tl.maximum(length - 1, 0)
-        vector = tl.load(hidden + at * hidden_token + d, mask=real_d & (length > 0), other=0.0)
+        vector = tl.load(hidden + at * hidden_token + d, mask=held, other=0.0)
         vector = vector.to(tl.float32)
     if normalize:
         norm = tl.sqrt_rn(tl.sum(vector * vector, 0))
