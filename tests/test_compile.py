@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,11 +66,11 @@ def warm_programs(module: torch.nn.Module, **settings: object) -> Programs:
     return programs
 
 
-def make_variants(grid: Grid, programs: Programs) -> VariantSet:
+def make_variants(grid: Grid, programs: Programs, **options: Any) -> VariantSet:
     token = TensorSpec("ids", "int64", ("batch", "seq"))
     spec = ModelSpec("m", "module", "float32", {"ids": token}, {}, grid.axes, {}, {})
     cpu = torch.device("cpu")
-    return VariantSet(grid, programs, PaddedLayout(spec, 16, cpu), cpu)
+    return VariantSet(grid, programs, PaddedLayout(spec, 16, cpu), cpu, **options)
 
 
 def test_twelve_programs_of_one_module_each_stay_compiled(
@@ -240,3 +241,33 @@ def test_a_cache_directory_that_cannot_be_written_is_replaced_with_a_warning(
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == fresh
     assert "not writable" in caplog.text
     assert ensure_cache_dir() == fresh
+
+
+class FakePool:
+    """Captures nothing; every capture takes 100 bytes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.bytes = 0
+
+    def capture(self, program: Any, inputs: tuple[torch.Tensor, ...]) -> Any:
+        self.bytes += 100
+        return program
+
+
+@pytest.mark.parametrize(("budget", "captured"), [(None, 4), (250, 3), (100, 1), (0, 0)])
+def test_captures_stop_at_the_memory_budget_and_the_rest_stays_compiled(
+    module: torch.nn.Module,
+    monkeypatch: pytest.MonkeyPatch,
+    budget: int | None,
+    captured: int,
+) -> None:
+    monkeypatch.setattr("shapeserve.compile.variants.GraphPool", FakePool)
+    grid = Grid(("batch", "seq"), [Bucket.of(batch=2, seq=8 * i) for i in range(1, 5)])
+    programs = warm_programs(module, tier=Tier.GRAPH)
+    variants = make_variants(grid, programs, graph_bytes=budget)
+    done = [variants.capture(bucket, (ids(2, bucket.size("seq")),)) for bucket in grid.buckets]
+    assert sum(done) == captured
+    tiers = [variants[bucket].tier for bucket in grid.buckets]
+    assert tiers == [Tier.GRAPH] * captured + [Tier.COMPILED] * (4 - captured)
+    assert [variants[bucket].degraded for bucket in grid.buckets] == [not ok for ok in done]
+    assert variants.graph_bytes == 100 * captured
