@@ -274,9 +274,15 @@ def _why_packed(config: ModelConfig) -> str:
         else f"{TOKENS} by default, growing by a quarter to {config.limits.max_batch_tokens} "
         "(limits.max_batch_tokens)"
     )
+    required = config.layout == "packed" or TOKENS in config.policy
+    other = (
+        "is refused"
+        if required
+        else "is padded instead, by the default policy, and the log says so"
+    )
     return (
         f"Rows are packed end to end, so only the tail of a batch is padding. Sizes: {sizes}. A "
-        "model that cannot take packed rows is padded instead, and the log says so."
+        f"model that cannot take packed rows {other}."
     )
 
 

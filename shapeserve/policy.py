@@ -130,11 +130,12 @@ def packed_grid(policy: Policy, max_batch_tokens: int, max_sizes: Mapping[str, i
     Args:
         policy: ``tokens`` -> sizes; without it sizes grow by a quarter from 16 to
             ``max_batch_tokens``, so that at most a fifth of a batch is tail.
-        max_batch_tokens: end of the default.
+        max_batch_tokens: end of the default, and the most that a policy may have.
         max_sizes: row axis -> where rows end; the largest batch must hold one such row.
 
     Raises:
-        ConfigError: the policy ends before ``max_sizes``, or names another axis.
+        ConfigError: the policy ends before ``max_sizes`` or after ``max_batch_tokens``, or names
+            another axis.
     """
     for axis in policy:
         if axis != TOKENS:
@@ -152,6 +153,12 @@ def packed_grid(policy: Policy, max_batch_tokens: int, max_sizes: Mapping[str, i
             sizes = generate_axis(AxisPolicy(exponential=spec), TOKENS)
     else:
         sizes = generate_axis(given, TOKENS)
+        if sizes[-1] > max(max_batch_tokens, longest):
+            raise ConfigError(
+                f"policy.{TOKENS}: the largest batch of {sizes[-1]} is above "
+                f"limits.max_batch_tokens {max_batch_tokens}; end the policy there or raise "
+                f"limits.max_batch_tokens to {sizes[-1]}"
+            )
         if sizes[-1] < longest:
             raise ConfigError(
                 f"policy.{TOKENS}: the largest batch of {sizes[-1]} does not hold one row of "

@@ -119,6 +119,14 @@ def test_plan_json_goes_to_stdout_alone_or_beside_the_table(toy: Path, tmp_path:
     assert "toy on cpu" in beside.stdout
 
 
+def test_plan_of_packed_rows_lists_the_sizes_of_a_batch(minilm_dir: Path) -> None:
+    result = run("plan", "--model", minilm_dir, "--device", "cuda")
+    assert "all-MiniLM-L6-v2 on cuda: 27 buckets (tokens)" in result.stdout
+    cells = [line.split() for line in result.stdout.splitlines()]
+    assert any(row[:3] == ["16", "24", "32"] for row in cells)
+    assert "graph memory: about" in result.stdout
+
+
 def test_plan_of_a_model_directory(minilm_dir: Path) -> None:
     result = run("plan", "--model", minilm_dir, "--device", "cpu")
     assert "all-MiniLM-L6-v2 on cpu: 96 buckets" in result.stdout

@@ -351,7 +351,7 @@ def test_contradicting_limits_are_refused(limits: dict[str, Any], expected: str)
         ),
         (
             {"layout": "padded", "policy": {"tokens": {"explicit": [8]}}},
-            "models[0].policy.tokens: policy.tokens is for packed rows, layout: padded for padded",
+            "models[0].policy.tokens: policy.tokens is for packed rows, but layout asks for padded",
         ),
         ({"dtype": "int8"}, "models[0].dtype: got 'int8', must be 'float32', 'bfloat16' or 'flo"),
         ({"polcy": {}}, "models[0].polcy: unknown key 'polcy'; did you mean 'policy'?"),

@@ -229,9 +229,33 @@ async def test_a_dead_engine_is_a_503(service: Service) -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_deadline_too_short_to_answer_in_is_a_504_at_once(service: Service) -> None:
+    response = await service.embed("a", headers={TIMEOUT: "0.001"})
+    assert (response.status_code, error_of(response)["code"]) == (504, "deadline_exceeded")
+    assert "20 ms" in error_of(response)["message"]
+    assert service.requests() == {(NO_MODEL, "embeddings", "deadline"): 1}
+
+
+@pytest.mark.asyncio
 async def test_the_deadline_of_the_header_becomes_a_504(service: Service) -> None:
     response = await service.embed("slow 60", headers={"x-request-timeout-seconds": "0.05"})
     assert (response.status_code, error_of(response)["code"]) == (504, "deadline_exceeded")
+    assert service.requests() == {("mini", "embeddings", "deadline"): 1}
+
+
+@pytest.mark.asyncio
+async def test_a_request_that_ray_ends_after_its_deadline_counts_as_late(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def runs_on(*_: object, **__: object) -> None:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(service.engines["mini"], "submit_prepared", runs_on)
+    late = asyncio.create_task(service.embed("a", headers={TIMEOUT: "0.05"}))
+    await asyncio.sleep(0.2)
+    late.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await late
     assert service.requests() == {("mini", "embeddings", "deadline"): 1}
 
 

@@ -54,7 +54,7 @@ def test_a_silent_replica_stops_counting_and_its_successor_brings_readiness_back
     board.report(ReplicaReport("a", "ready"), 0.0)
     assert ready(board, FRESH_S - 0.01)[0] == 200
     status, content = ready(board, FRESH_S)
-    assert (status, content["state"], content["replicas"][0]["fresh"]) == (503, "starting", False)
+    assert (status, content["state"], content["replicas"][0]["fresh"]) == (503, "silent", False)
     board.report(ReplicaReport("b", "ready"), FRESH_S + 1)
     assert ready(board, FRESH_S + 1)[0] == 200
 

@@ -167,6 +167,8 @@ def test_the_default_packed_grid_grows_by_a_quarter_and_holds_the_longest_row() 
     assert packed_grid({}, 64, {"seq": 512}).buckets[-1] == Bucket(((TOKENS, 512),))
     with pytest.raises(ConfigError, match="does not hold one row of 512"):
         packed_grid({TOKENS: AxisPolicy(explicit=(64,))}, 64, {"seq": 512})
+    with pytest.raises(ConfigError, match=r"16384 is above limits.max_batch_tokens 8192"):
+        packed_grid({TOKENS: AxisPolicy(explicit=(64, 16_384))}, 8192, {"seq": 512})
 
 
 # --- models --------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ from shapeserve.plan import Expectation, Plan, plan
 from shapeserve.policy import Device
 from shapeserve.traces import read_lengths
 
+_PER_LINE = 10  # sizes of packed buckets on a line
+
 
 @click.command("plan")
 @config_argument
@@ -86,6 +88,8 @@ def _print(console: Console, planned: Plan) -> None:
 
 def _grid_table(grid: Grid, expected: Expectation | None) -> Table:
     """One line per row shape; a cell is the area of a bucket, empty where there is none."""
+    if BATCH not in grid.axes:
+        return _packed_table(grid)
     batches = sorted({bucket.as_dict().get(BATCH, 1) for bucket in grid.buckets})
     table = Table(title="padded elements per bucket", title_justify="left", box=SIMPLE_HEAD)
     table.add_column(f"{' x '.join(grid.row_axes)} \\ batch", justify="right")
@@ -100,6 +104,16 @@ def _grid_table(grid: Grid, expected: Expectation | None) -> Table:
             rows = expected.by_size.get(row[0][1])
             cells.append("" if rows is None else f"{rows / expected.rows:.1%}")
         table.add_row(" x ".join(map(str, _sizes(row))), *cells)
+    return table
+
+
+def _packed_table(grid: Grid) -> Table:
+    table = Table(
+        title="tokens per bucket", title_justify="left", box=SIMPLE_HEAD, show_header=False
+    )
+    sizes = [str(bucket.area) for bucket in grid.buckets]
+    for start in range(0, len(sizes), _PER_LINE):
+        table.add_row(*sizes[start : start + _PER_LINE])
     return table
 
 

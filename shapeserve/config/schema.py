@@ -402,8 +402,8 @@ class ModelConfig(_Frozen):
     )
     layout: Literal["auto", "padded", "packed"] = _field(
         "How rows are laid out in a batch: `padded` to a common size, or `packed` end to end "
-        "(text encoders), where a bucket is a number of tokens. `auto` packs on CUDA where the "
-        "model can.",
+        "(text encoders), where a bucket is a number of tokens. `auto` packs where the policy has "
+        "`tokens`, and on CUDA where it says nothing and the model can.",
         "word",
         "auto",
     )
@@ -456,9 +456,9 @@ class ModelConfig(_Frozen):
                 padded[0],
             )
         if TOKENS in self.policy and (padded or self.layout == "padded") and self.path:
-            other = f"policy.{padded[0]}" if padded else "layout: padded"
+            other = f"policy.{padded[0]} speaks of" if padded else "layout asks for"
             raise problem(
-                f"policy.{TOKENS} is for packed rows, {other} for padded ones; remove one of them",
+                f"policy.{TOKENS} is for packed rows, but {other} padded ones; remove one of them",
                 "policy",
                 TOKENS,
             )

@@ -413,7 +413,10 @@ class Engine:
         with self._device.lock:
             dropped = [row for row in ticket.rows if self._batcher.cancel(row)]
             self._count_queue()
-        self._executor.count_dropped(len(dropped), DropReason.CANCELLED)
+        now = time.monotonic()
+        late = sum(row.deadline_s is not None and row.deadline_s <= now for row in dropped)
+        self._executor.count_dropped(late, DropReason.DEADLINE)
+        self._executor.count_dropped(len(dropped) - late, DropReason.CANCELLED)
 
     def _results(
         self,

@@ -62,12 +62,15 @@ class Board:
         self._draining = True
 
     def state(self, now: float) -> str:
-        """Return ``ready``, ``draining``, or the best that a live replica reaches."""
+        """Return ``ready``, ``draining``, or the best that a live replica reaches.
+
+        ``starting`` before any replica has been heard of, ``silent`` when none is heard any more.
+        """
         if self._draining:
             return "draining"
         fresh = {r.state for seen_s, r in self._last.values() if now - seen_s < FRESH_S}
         best = (state for state in ("ready", "warming", "unhealthy", "failed") if state in fresh)
-        return next(best, "starting")
+        return next(best, "silent" if self._last else "starting")
 
     def ready(self, now: float) -> Reply:
         """Return 200 while a sealed replica is alive, else 503 with each replica's progress."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from shapeserve.errors import PayloadTooLarge, RequestError, RowFailed
+from shapeserve.errors import DeadlineExceeded, PayloadTooLarge, RequestError, RowFailed
 from shapeserve.metrics import NO_MODEL, Endpoint, Metrics, Outcome, RejectReason
 from shapeserve.protocols import health, http, openai
 from shapeserve.protocols.http import Reply
@@ -39,8 +39,9 @@ INLINE_ROWS = 16
 DISCARD_FACTOR = 4
 DISCARD_S = 5.0
 # Ray answers the same header with a plain 408 when the time is up; answering earlier by this
-# share of it, at most a quarter of a second, lets the client get the JSON error.
+# share of it, within these bounds, lets the client get the JSON error.
 ANSWER_SHARE = 0.1
+MIN_ANSWER_S = 0.02
 MAX_ANSWER_S = 0.25
 
 _REJECTS = {
@@ -67,6 +68,7 @@ class Call:
         model: metric label, set as soon as the request has named a served model.
         request_id: the client's or Ray's.
         started_s: arrival on ``time.perf_counter()``.
+        deadline_s: when to give up, on ``time.monotonic()``; None: never.
     """
 
     headers: Mapping[str, str]
@@ -76,6 +78,7 @@ class Call:
     model: str = NO_MODEL
     request_id: str = "-"
     started_s: float = field(default_factory=time.perf_counter)
+    deadline_s: float | None = None
 
 
 Handler = Callable[[Request, Call], Awaitable[Reply]]
@@ -129,8 +132,9 @@ class Frontend:
         call = _call_of(request)
         try:
             reply = await self._route(request, call)
-        except asyncio.CancelledError:
-            self._record(call, Outcome.CANCELLED)
+        except asyncio.CancelledError:  # the client went away, or Ray has answered 408 for us
+            late = call.deadline_s is not None and time.monotonic() >= call.deadline_s
+            self._record(call, Outcome.DEADLINE if late else Outcome.CANCELLED)
             raise
         except ClientDisconnect:  # in the middle of its body; nobody reads this
             reply = Reply(499, b"")
@@ -163,13 +167,18 @@ class Frontend:
         return await handler(request, call)
 
     async def _embeddings(self, request: Request, call: Call) -> Reply:
-        deadline_s = _deadline_s(call.headers.get("x-request-timeout-seconds"))
+        call.deadline_s = _deadline_s(call.headers.get("x-request-timeout-seconds"))
+        if call.deadline_s is not None and time.monotonic() >= call.deadline_s:
+            raise DeadlineExceeded(
+                f"x-request-timeout-seconds leaves less than the {MIN_ANSWER_S * 1e3:.0f} ms that "
+                "an answer takes; allow more time"
+            )
         http.check_json_media_type(call.headers.get("content-type"))
         body = await _read_body(request, call.headers.get("content-length"), self._max_body_bytes)
         loop = asyncio.get_running_loop()
         parsed, samples = await loop.run_in_executor(self._pool, self._prepare, body, call)
         engine = self._engines[parsed.model.name]
-        results = _all_answered(await engine.submit_prepared(samples, deadline_s=deadline_s))
+        results = _all_answered(await engine.submit_prepared(samples, deadline_s=call.deadline_s))
         if len(results) <= INLINE_ROWS:
             return openai.render_embeddings(parsed, results)
         render = partial(openai.render_embeddings, parsed, results)
@@ -246,7 +255,8 @@ def _deadline_s(header: str | None) -> float | None:
     timeout_s = http.parse_timeout_s(header)
     if timeout_s is None:
         return None
-    return time.monotonic() + timeout_s - min(ANSWER_SHARE * timeout_s, MAX_ANSWER_S)
+    margin_s = min(max(ANSWER_SHARE * timeout_s, MIN_ANSWER_S), MAX_ANSWER_S)
+    return time.monotonic() + timeout_s - margin_s
 
 
 async def _read_body(request: Request, content_length: str | None, max_bytes: int) -> bytes:
