@@ -8,6 +8,7 @@ like ``shapeserve serve``, on SIGINT or SIGTERM.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -35,6 +36,9 @@ def obey(service: Service, command: dict[str, Any]) -> Any:
 
 
 def main(path: str) -> None:
+    # As in a terminal: a shell without job control starts what it puts into the background, this
+    # test run for example, with SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     config = ServeConfig.from_dict(json.loads(Path(path).read_text()))
     service = start(config, import_path="fake_app:app")
     try:
