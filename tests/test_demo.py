@@ -58,6 +58,7 @@ def test_similarities_are_the_cosines_of_the_texts() -> None:
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray's own modules, at their import
 def test_the_demo_ends_with_0_and_has_used_bucket_and_fallback(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
