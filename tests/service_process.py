@@ -124,6 +124,14 @@ class ServiceProcess:
             return 0, {}
         return response.status_code, response.json()
 
+    def watch_warming(self) -> list[tuple[int, int, dict[str, Any]]]:
+        """Return what health says until it is ready: status of live, status and body of ready."""
+        seen: list[tuple[int, int, dict[str, Any]]] = []
+        while not seen or seen[-1][1] != 200:
+            live = httpx.get(self.url + "/v2/health/live", timeout=10).status_code
+            seen.append((live, *self.ready()))
+        return seen
+
     def samples(self) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
         """Return ``/metrics``: sample name -> sorted labels -> value."""
         found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}

@@ -65,7 +65,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterat
     made = ServiceProcess(config, tmp_path_factory.mktemp("service"))
     try:
         made.until("started")
-        while_warming(made)
+        seen_while_warming.extend(made.watch_warming())
         made.until("ready")
         eventually(lambda: len(made.replicas()) == 2)
         yield made
@@ -74,13 +74,6 @@ def service(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterat
 
 
 seen_while_warming: list[tuple[int, int, dict[str, Any]]] = []
-
-
-def while_warming(service: ServiceProcess) -> None:
-    """Note what health says until it is ready: status of live, status and content of ready."""
-    while not seen_while_warming or seen_while_warming[-1][1] != 200:
-        live = httpx.get(service.url + "/v2/health/live", timeout=10).status_code
-        seen_while_warming.append((live, *service.ready()))
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess
     made = ServiceProcess(config, tmp_path_factory.mktemp("service"))
     try:
         made.until("started")
-        while_warming(made)
+        seen_while_warming.extend(made.watch_warming())
         made.until("ready")
         haproxy_at_ready.extend(made.pids("haproxy.cfg"))
         yield made
@@ -43,13 +43,6 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess
 
 haproxy_at_ready: list[int] = []
 seen_while_warming: list[tuple[int, int, dict[str, Any]]] = []
-
-
-def while_warming(service: ServiceProcess) -> None:
-    """Note what health says until it is ready: status of live, status and content of ready."""
-    while not seen_while_warming or seen_while_warming[-1][1] != 200:
-        live = httpx.get(service.url + "/v2/health/live", timeout=10).status_code
-        seen_while_warming.append((live, *service.ready()))
 
 
 def test_while_warming_live_is_200_and_ready_503_with_progress(service: ServiceProcess) -> None:
