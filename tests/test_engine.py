@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from shapeserve.config import AxisPolicy, ServeConfig
 from shapeserve.engine import Engine, Result
+from shapeserve.engine.mail import Mail
 from shapeserve.engine.prepare import _as_array
 from shapeserve.errors import (
     ConfigError,
@@ -588,6 +589,48 @@ def test_offline_errors_stand_in_their_place_with_their_own_index(engine: Engine
     assert empty.param == "input[1]"
     assert isinstance(long, InvalidRequest)
     assert long.param == "input[3]"
+
+
+def test_offline_windows_of_nothing_but_errors_end(engine: Engine) -> None:
+    results = engine.run([[10**6]] * 300, on_error="return")
+    assert len(results) == 300
+    assert all(isinstance(r, InvalidRequest) for r in results)
+
+
+@pytest.mark.parametrize(("wanted", "joined"), [("on", True), ("off", False), ("auto", False)])
+def test_layers_are_joined_when_asked_and_answers_stay(
+    text_dir: Path, engine: Engine, wanted: str, joined: bool
+) -> None:
+    compile_ = {"fuse_layers": wanted, "tier": "eager"}
+    with engines.started(engines.text_config(text_dir, policy=BUCKETS, compile=compile_)) as other:
+        kinds = {type(m).__name__ for m in other._ready_parts().model.module.modules()}
+        assert ("Leader" in kinds) == joined
+        texts = [tiny.text_of(3 + i, seed=i) for i in range(12)]
+        for a, b in zip(other.run(texts), engine.run(texts), strict=True):
+            assert relative_error([vector(a)], [vector(b)]) < 1e-5
+
+
+def test_one_wake_up_of_a_loop_delivers_all_that_is_posted_until_it_looks() -> None:
+    mail: Mail[int] = Mail()
+    woken: list[object] = []
+
+    async def receive() -> list[int]:
+        loop = asyncio.get_running_loop()
+        wake = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda *a, **k: (woken.append(a), wake(*a, **k))[1]  # type: ignore[method-assign]
+        futures = [loop.create_future() for _ in range(5)]
+        futures[2].cancel()
+        for i, future in enumerate(futures):
+            mail.post(loop, future, i)
+        return await asyncio.gather(*futures[:2], *futures[3:])
+
+    assert asyncio.run(receive()) == [0, 1, 3, 4]
+    assert len(woken) == 1
+    closed = asyncio.new_event_loop()
+    future = closed.create_future()
+    closed.close()
+    mail.post(closed, future, 1)  # nobody is left who could wait for it
+    assert not future.done()
 
 
 def test_a_text_of_absurd_length_is_refused_without_reading_it(engine: Engine) -> None:

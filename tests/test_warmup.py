@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import engines
@@ -14,7 +15,8 @@ from shapeserve.buckets import Bucket
 from shapeserve.compile.variants import VariantSet
 from shapeserve.engine import Engine
 from shapeserve.errors import ModelError
-from shapeserve.warmup import WarmupProgress
+from shapeserve.metrics import CompilePhase
+from shapeserve.warmup import WarmupContext, WarmupProgress, verify
 from shapeserve.warmup.probe import relative_error
 
 
@@ -119,3 +121,20 @@ def test_a_switched_off_compiler_is_an_error_not_a_silent_eager_service(
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     with pytest.raises(ModelError, match="compiled nothing"):
         engines.started(engines.module_config("masked_tokens"))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_capture_that_the_budget_refuses_is_counted_and_strict_refuses_to_start(
+    monkeypatch: pytest.MonkeyPatch, strict: bool
+) -> None:
+    config = engines.module_config("masked_tokens", compile={"tier": "eager"})
+    with engines.started(config) as engine:
+        built = engine._ready_parts()
+        context = WarmupContext(
+            built.runner, built.probe, built.monitor, engine.metrics, CompilePhase.WARMUP, strict
+        )
+        monkeypatch.setattr(built.runner.variants, "capture", lambda *_: False)
+        refused = pytest.raises(ModelError, match="graph_memory_fraction")
+        with refused if strict else nullcontext():
+            engine.on_device(lambda: verify._capture(context, engine.grid.buckets[0]))
+        assert engines.value(engine, "captures_total", outcome="refused") == 1

@@ -14,8 +14,9 @@ T = TypeVar("T")
 class Mail(Generic[T]):
     """Resolves futures of event loops from other threads, many at the cost of one wake-up.
 
-    Waking a loop writes to a pipe, 10 to 50 microseconds each. A batch settles dozens of requests
-    one after the other, so a loop that has been woken and has not looked yet is not woken again.
+    Waking a loop writes to a pipe: 30 to 55 microseconds each, seen on two busy Xeon cores. A batch
+    settles dozens of requests one after the other, so a loop that has been woken and has not looked
+    yet is not woken again.
 
     Thread rule: :meth:`post` may be called from any thread.
     """

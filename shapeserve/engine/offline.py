@@ -83,7 +83,8 @@ def _windows(
             window[index] = sample
             rows += len(sample.rows)
             tokens += cost
-        yield window
+        if window:  # nobody would ever answer a request without rows
+            yield window
         window, rows, tokens = {}, 0, 0
 
 

@@ -8,9 +8,10 @@ The host buffers exist twice (*slots*), so that the next batch is written while 
 this one. The static ones exist once: graphs read their addresses, and only the compute stream
 touches them, in order (I5).
 
-Small copies run on the compute stream itself: a text batch takes 1 to 6 microseconds there, while a
-stream of its own costs the host 40 (events, waits, a second hop). Copies above ``DIRECT_BYTES`` go
-through a device buffer of the slot and a copy stream, and overlap with the device's work.
+Small copies run on the compute stream itself: without streams of their own (events, waits, a second
+hop) writing and reading a batch of 32 short rows took the host 111 microseconds instead of 245 (on
+an H200). Copies above ``DIRECT_BYTES`` go through a device buffer of the slot and a copy stream,
+and overlap with the device's work.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SLOTS = 2
 """Batches that may be on their way at a time: one runs while the next is written."""
 
 DIRECT_BYTES = 1 << 20
-"""A copy of 1 MiB takes 20 microseconds on the bus of an H200, half of what the host pays a hop."""
+"""1 MiB takes 20 microseconds at 50 GB/s, less than a hop costs the host; not measured further."""
 
 
 class Streams:

@@ -111,10 +111,16 @@ def _capture(context: WarmupContext, bucket: Bucket) -> None:
         captures.labels(model=runner.spec.name, outcome=CaptureOutcome.FAILED).inc()
         if context.strict:
             raise ModelError(f"bucket {bucket.label} cannot be captured: {error}") from error
-        log.error("bucket %s cannot be captured, stays compiled: %s", bucket.label, error)
+        tier = runner.variants[bucket].tier
+        log.error("bucket %s cannot be captured, stays %s: %s", bucket.label, tier, error)
     else:
         outcome = CaptureOutcome.CAPTURED if captured else CaptureOutcome.REFUSED
         captures.labels(model=runner.spec.name, outcome=outcome).inc()
+        if not captured and context.strict:
+            raise ModelError(
+                f"bucket {bucket.label} is not captured: the budget of memory is used up; raise "
+                "compile.graph_memory_fraction, or build fewer buckets"
+            )
         if not captured:
             log.warning(
                 "bucket %s is not captured: the graphs hold %d bytes already, which is the budget "
