@@ -14,7 +14,8 @@ from starlette.requests import Request
 from shapeserve.config import ModelConfig
 from shapeserve.metrics import NO_MODEL, Metrics
 from shapeserve.protocols.health import ReplicaReport
-from shapeserve.serve import frontend as module
+from shapeserve.serve import body as body_module
+from shapeserve.serve import service as service_module
 from shapeserve.serve.frontend import Frontend
 
 MAX_BODY = 2000
@@ -95,9 +96,9 @@ async def test_an_answer_has_vectors_usage_and_what_was_done(service: Service) -
 
 @pytest.mark.asyncio
 async def test_many_rows_are_rendered_like_few(service: Service) -> None:
-    many = (await service.embed(["a b"] * (module.INLINE_ROWS + 1))).json()["data"]
+    many = (await service.embed(["a b"] * (service_module.INLINE_ROWS + 1))).json()["data"]
     one = (await service.embed("a b")).json()["data"]
-    assert len(many) == module.INLINE_ROWS + 1
+    assert len(many) == service_module.INLINE_ROWS + 1
     assert many[-1]["embedding"] == one[0]["embedding"]
 
 
@@ -290,7 +291,7 @@ async def test_a_chunked_body_is_read_no_further_than_the_limit_in_memory(
 
     response = await service.http.post("/v1/embeddings", content=endless())
     assert (response.status_code, error_of(response)["code"]) == (413, "body_too_large")
-    assert sent <= (2 + module.DISCARD_FACTOR) * MAX_BODY
+    assert sent <= (2 + body_module.DISCARD_FACTOR) * MAX_BODY
 
 
 @pytest.mark.asyncio
