@@ -418,6 +418,12 @@ class ModelConfig(_Frozen):
     limits: Limits = _field("Bounds on rows, batches and the queue.", "section", Limits())
     compile: CompileConfig = _field("How variants are built.", "section", CompileConfig())
     batching: Batching = _field("When a batch is dispatched.", "section", Batching())
+    token_embeddings: Bool = _field(
+        "Give the vector of every token as well, as the output `token_embeddings` [batch, seq, D] "
+        "without padding (text encoders; not over `/v1/embeddings`).",
+        "true or false",
+        False,
+    )
     trust_remote_code: Bool = _field(
         "Run Python code that comes with the model directory.", "true or false", False
     )
@@ -441,6 +447,11 @@ class ModelConfig(_Frozen):
         if self.path and (self.inputs is not None or self.outputs is not None):
             key = "inputs" if self.inputs is not None else "outputs"
             raise problem(f"{key} belongs to import; a model directory brings its own", key)
+        if self.token_embeddings and self.path is None:
+            raise problem(
+                "token_embeddings is for text encoders (path); declare an output instead",
+                "token_embeddings",
+            )
         return self
 
     @model_validator(mode="after")

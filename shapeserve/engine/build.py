@@ -207,7 +207,7 @@ def choose_packed(
     Raises:
         ModelError: ``layout: packed``, and the model cannot.
     """
-    if not config.packs(_kind(device)):
+    if not config.packs(_kind(device)) or model.spec.task == "classify":
         return False
     try:
         if model.packed is None:

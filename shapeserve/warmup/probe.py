@@ -107,7 +107,7 @@ class Probe:
             return self.rng.standard_normal(shape).astype(np.float32)
         if spec.dtype == "uint8":
             return self.rng.integers(0, 256, shape, dtype=np.uint8)
-        high = self._spec.vocab_size if spec.name == "input_ids" and self._spec.vocab_size else 2
+        high = spec.below or 2
         ids = self.rng.integers(0, high, shape)
         # The pad id itself is kept out: some encoders derive positions from it.
         return np.where(ids == spec.pad, (int(spec.pad) + 1) % high, ids) if high > 2 else ids
