@@ -153,12 +153,14 @@ class Endpoint(StrEnum):
     """The route of a request; ``other`` is every path that does not exist."""
 
     EMBEDDINGS = "embeddings"
+    RERANK = "rerank"
+    CLASSIFY = "classify"
     MODELS = "models"
     METRICS = "metrics"
     OTHER = "other"
 
 
-MODEL_ENDPOINTS = (Endpoint.EMBEDDINGS,)
+MODEL_ENDPOINTS = (Endpoint.EMBEDDINGS, Endpoint.RERANK, Endpoint.CLASSIFY)
 """Endpoints whose requests carry a model's name."""
 
 

@@ -19,8 +19,9 @@ from shapeserve.errors import (
 JSON = "application/json"
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 EMBEDDINGS, MODELS, METRICS = "/v1/embeddings", "/v1/models", "/metrics"
+RERANK, CLASSIFY = "/v1/rerank", "/v1/classify"
 LIVE, READY = "/v2/health/live", "/v2/health/ready"
-PATHS = (EMBEDDINGS, MODELS, METRICS, LIVE, READY)
+PATHS = (EMBEDDINGS, RERANK, CLASSIFY, MODELS, METRICS, LIVE, READY)
 # Day-long requests are a client's mistake, and a bound keeps the arithmetic exact.
 MAX_TIMEOUT_S = 86_400.0
 # What any log format and any header carries without quoting. 128 = two UUIDs and a prefix.

@@ -18,9 +18,11 @@ from shapeserve.metrics import Metrics, Outcome
 from shapeserve.protocols import health, http
 from shapeserve.protocols.http import Reply
 from shapeserve.serve.calls import Call, Ledger
+from shapeserve.serve.endpoints.classify import Classify
 from shapeserve.serve.endpoints.embeddings import Embeddings
 from shapeserve.serve.endpoints.models import Models
 from shapeserve.serve.endpoints.operations import Operations
+from shapeserve.serve.endpoints.rerank import Rerank
 from shapeserve.serve.routing import Router
 from shapeserve.serve.service import Service
 
@@ -57,6 +59,8 @@ class Frontend:
         self._router = Router(
             [
                 *Embeddings(self._service).routes,
+                *Rerank(self._service).routes,
+                *Classify(self._service).routes,
                 *Models(self._service).routes,
                 *Operations(metrics_text, report).routes,
             ]
