@@ -23,6 +23,7 @@ from shapeserve.metrics import identities
 from shapeserve.models import Head, describe, load
 from shapeserve.models.head import read_head
 from shapeserve.plan import plan
+from shapeserve.warmup import Probe
 
 SEQ = [8, 16, 24]
 POLICY = {"seq": {"explicit": SEQ}, "batch": {"explicit": [1, 2, 4]}}
@@ -162,6 +163,18 @@ def test_token_ids_and_arrays_are_answered_like_the_text_they_stand_for(ranker: 
     np.testing.assert_allclose(logits(same), logits(pair), atol=1e-5)
     text, ids = ranker.run([words(4), [2, *(tiny.VOCAB.index(w) for w in words(4).split()), 3]])
     np.testing.assert_allclose(logits(ids), logits(text), atol=1e-5)
+
+
+def test_a_row_whose_logit_is_nearly_zero_is_no_reason_to_refuse_a_model(
+    ranker_dir: Path,
+) -> None:
+    model = load(config_of(ranker_dir).models[0], "cpu")
+    probe = Probe(model.spec, model.module, torch.device("cpu"))
+    expected = [np.array([1e-9])]
+    assert probe.error([np.array([2e-9], np.float32)], expected) < 1e-6
+    # An error of the size of usual logits is one still, and so is NaN.
+    assert probe.error([np.array([1.0], np.float32)], expected) > 1e-2
+    assert probe.error([np.array([np.nan], np.float32)], expected) == float("inf")
 
 
 # --- what is cut ----------------------------------------------------------------------------------

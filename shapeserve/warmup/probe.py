@@ -6,7 +6,7 @@ eager model gives it alone and unpadded (I4).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import numpy as np
@@ -26,6 +26,7 @@ one unit in the last place is 1e-3 and 8e-3, and flash kernels were seen at 3e-3
 
 # How often a packed probe batch ends before it is full, so that tails are tested too; arbitrary.
 _TAIL_SHARE = 0.05
+_TYPICAL_ROWS = 8  # whose median says how large logits are; arbitrary
 
 
 class Probe:
@@ -34,6 +35,7 @@ class Probe:
     def __init__(self, spec: ModelSpec, eager: torch.nn.Module, device: torch.device) -> None:
         self._spec = spec
         self._eager = eager
+        self._typical: list[float] | None = None
         self.device = device
         self.rng = np.random.default_rng(0)
 
@@ -117,6 +119,21 @@ class Probe:
         outputs = self._eager(*self.inputs(row))
         return [np.asarray(o[0].detach().double().cpu()) for o in outputs]
 
+    def error(self, got: list[np.ndarray], expected: list[np.ndarray]) -> float:
+        """Norm-wise relative error of a row's answer; see :func:`relative_error`.
+
+        Logits may be anything, 0 among it, so that an error is small or large beside those of
+        other rows, not beside the row's own.
+        """
+        if self._spec.task == "classify" and self._typical is None:
+            sizes = [
+                {axis: self.size(1, self._spec.max_length[axis]) for axis in self._spec.row_axes}
+                for _ in range(_TYPICAL_ROWS)
+            ]
+            norms = [[np.linalg.norm(a) for a in self.answer(self.row(size))] for size in sizes]
+            self._typical = [float(np.median(norm)) for norm in zip(*norms, strict=True)]
+        return relative_error(got, expected, self._typical)
+
     def inputs(self, row: RowArrays) -> list[torch.Tensor]:
         """The model's inputs for ``row`` alone, unpadded."""
         return [self._exact(spec, row) for spec in self._spec.inputs.values()]
@@ -131,15 +148,23 @@ class Probe:
         return torch.as_tensor(row.arrays[spec.name]).to(self.device, dtype).reshape(shape)
 
 
-def relative_error(got: list[np.ndarray], expected: list[np.ndarray]) -> float:
-    """Norm-wise relative error of the worst output; infinite if a value is not finite."""
+def relative_error(
+    got: list[np.ndarray], expected: list[np.ndarray], least: Sequence[float] | None = None
+) -> float:
+    """Norm-wise relative error of the worst output; infinite if a value is not finite.
+
+    Args:
+        got: the outputs.
+        expected: what they should be.
+        least: for each output a norm; the error is relative to this one where it is larger.
+    """
     worst = 0.0
-    for a, b in zip(got, expected, strict=True):
+    for a, b, floor in zip(got, expected, least or [0.0] * len(got), strict=True):
         if a.dtype.kind != "f":
             worst = max(worst, 0.0 if np.array_equal(a, b) else float("inf"))
             continue
         gap = float(np.linalg.norm(a.astype(np.float64) - b))
-        norm = max(float(np.linalg.norm(b)), 1e-12)
+        norm = max(float(np.linalg.norm(b)), floor, 1e-12)
         worst = max(worst, gap / norm if np.isfinite(gap) else float("inf"))
     return worst
 
