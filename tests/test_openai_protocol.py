@@ -272,6 +272,12 @@ def test_base64_is_little_endian_float32_equal_to_the_float_answer(values: list[
     assert np.array(floats, dtype=np.float32).tolist() == values
 
 
+def test_vectors_of_tokens_stay_out_of_the_answer() -> None:
+    both = result(0, 1, 0, 0)
+    both.outputs["token_embeddings"] = np.ones((3, 4), np.float32)
+    assert rendered([both]) == rendered([result(0, 1, 0, 0)])
+
+
 @pytest.mark.parametrize("encoding_format", ["float", "base64"])
 def test_dimensions_keeps_the_first_components_at_unit_length(encoding_format: str) -> None:
     row = [result(0.6, 0.0, 0.8, 0.0)]

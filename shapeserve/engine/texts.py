@@ -154,7 +154,7 @@ class Texts:
         }
 
     def _long_first(self, tokens: int, limit: int) -> InvalidRequest:
-        most = limit - self._tokenizer.pair_special_tokens - 1
+        most = max(limit - self._tokenizer.pair_special_tokens - 1, 0)
         return InvalidRequest(
             f"has {tokens} tokens, at most {most} leave room for a second text within {limit}; "
             "shorten it, because only the second text of a pair is ever cut",
