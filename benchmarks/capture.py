@@ -64,8 +64,10 @@ def measure(model: str, dtype: str) -> dict[str, Any]:
     arms: dict[str, Any] = {}
     inputs = {bucket: inputs_of(*bucket, device) for bucket in BUCKETS}
 
-    def record(name: str, make: Callable[[Inputs], Callable[[], object]]) -> None:
-        started = time.perf_counter()
+    def record(
+        name: str, make: Callable[[Inputs], Callable[[], object]], before_s: float = 0.0
+    ) -> None:
+        started = time.perf_counter() - before_s
         calls = {bucket: make(given) for bucket, given in inputs.items()}
         for call in calls.values():
             call()
@@ -82,10 +84,13 @@ def measure(model: str, dtype: str) -> dict[str, Any]:
     with torch.no_grad():
         record("eager", lambda given: lambda: module(*given))
         record("eager, own capture", own(module))
+        started = time.perf_counter()
         program = compiled(module, "many", backend="inductor")
         program(*inputs_of(3, 40, device))
-        record("dynamic program", lambda given: lambda: program(*given))
-        record("dynamic program, own capture", own(program))
+        torch.cuda.synchronize()
+        compile_s = time.perf_counter() - started
+        record("dynamic program", lambda given: lambda: program(*given), compile_s)
+        record("dynamic program, own capture", own(program), compile_s)
         record("reduce-overhead", _reduce_overhead(module))
     return arms
 
@@ -107,9 +112,11 @@ def main() -> None:
     parser.add_argument("--models", default="minilm,bert-base")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--out", default="capture")
+    parser.add_argument("--results-dir", default="benchmarks/results")
+    parser.add_argument("--commit", default="", help="of the code, where this is no checkout")
     given = parser.parse_args()
     console = Console(width=140)
-    result: dict[str, Any] = {"machine": synthetic.describe_machine(), "arms": {}}
+    result: dict[str, Any] = {"machine": synthetic.describe_machine(given.commit), "arms": {}}
     for model in given.models.split(","):
         result["arms"][model] = arms = measure(model, given.dtype)
         columns = ["start_s", *(f"{b}x{s}" for b, s in BUCKETS)]
@@ -117,7 +124,8 @@ def main() -> None:
         for arm, values in arms.items():
             table.add_row(arm, *(f"{values[column]:.3f}" for column in columns))
         console.print(table)
-    path = Path(given.out).with_suffix(".json")
+    path = Path(given.results_dir, given.out).with_suffix(".json")
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1))
     console.print(result["machine"])
 

@@ -168,6 +168,20 @@ class _LaneQueue:
         _skip_stale(self.rows)
         return self.rows[0]
 
+    def take(self, n: int) -> tuple[Row, ...]:
+        """Take the first ``n`` rows that wait, and mark them as running."""
+        taken: list[Row] = []
+        rows, units = self.rows, 0
+        while len(taken) < n:
+            row = rows.popleft()
+            if row.state is RowState.QUEUED:
+                row.state = RowState.RUNNING
+                units += row.units
+                taken.append(row)
+        self.waiting -= n
+        self.units -= units
+        return tuple(taken)
+
 
 class Batcher:
     """Admission, order and batch formation for one model.
@@ -231,8 +245,7 @@ class Batcher:
             raise ValueError("a row can be offered only once; make a new Row")
         self._drop_expired(now)
         self._check_room(len(rows), sum(row.cost_tokens for row in rows))
-        for row in rows:
-            self._enqueue(row, now)
+        self._enqueue(rows, now)
         if max(len(self._arrivals), len(self._deadlines)) > 2 * self._rows + _COMPACT_SLACK:
             self._compact()
 
@@ -264,22 +277,24 @@ class Batcher:
             size = prefix[-1]
         else:
             size = best_batch_size(lane.batch_sizes, prefix, lane.unit_area, self._overhead_tokens)
-        rows = self._take(queue, bisect_right(prefix, size))
+        rows = queue.take(bisect_right(prefix, size))
+        self._left(queue, len(rows), sum([row.cost_tokens for row in rows]))
         return Batch(lane, rows, size, formed_s=now)
 
     def complete(self, batch: Batch, now: float) -> None:
         """Say that a batch has left the device, whatever became of its rows."""
-        if any(row.state is not RowState.RUNNING for row in batch.rows):
-            raise ValueError("a batch can be completed only once")
+        running, done = RowState.RUNNING, RowState.DONE
         for row in batch.rows:
-            row.state = RowState.DONE
+            if row.state is not running:
+                raise ValueError("a batch can be completed only once")
+            row.state = done
         self._drain_rate.record(batch, now)
 
     def cancel(self, row: Row) -> bool:
         """Drop a row if it still waits; return whether it did."""
         if row.state is not RowState.QUEUED:
             return False
-        self._leave(row, RowState.DROPPED)
+        self._drop(row)
         return True
 
     def expire(self, now: float) -> list[Row]:
@@ -297,7 +312,7 @@ class Batcher:
         self._closed = True
         waiting = [row for row in self._arrivals if row.state is RowState.QUEUED]
         for row in waiting:
-            self._leave(row, RowState.DROPPED)
+            self._drop(row)
         left, self._expired = self._expired + waiting, []
         self._arrivals.clear()
         self._deadlines.clear()
@@ -353,21 +368,24 @@ class Batcher:
             retry_after_s=retry_after_s,
         )
 
-    def _enqueue(self, row: Row, now: float) -> None:
-        row.state = RowState.QUEUED
-        row.enqueued_s = now
-        row.arrival = self._arrived = self._arrived + 1
-        queue = self._lanes.get(row.lane)
-        if queue is None:
-            queue = self._lanes[row.lane] = _LaneQueue(row.lane)
-        queue.rows.append(row)
-        queue.waiting += 1
-        queue.units += row.units
-        self._arrivals.append(row)
-        if row.deadline_s is not None:
-            heapq.heappush(self._deadlines, (row.deadline_s, row.arrival, row))
-        self._rows += 1
-        self._tokens += row.cost_tokens
+    def _enqueue(self, rows: Sequence[Row], now: float) -> None:
+        queue: _LaneQueue | None = None
+        for row in rows:
+            row.state = RowState.QUEUED
+            row.enqueued_s = now
+            row.arrival = self._arrived = self._arrived + 1
+            if queue is None or queue.lane is not row.lane:
+                queue = self._lanes.get(row.lane)
+                if queue is None:
+                    queue = self._lanes[row.lane] = _LaneQueue(row.lane)
+            queue.rows.append(row)
+            queue.waiting += 1
+            queue.units += row.units
+            self._tokens += row.cost_tokens
+            if row.deadline_s is not None:
+                heapq.heappush(self._deadlines, (row.deadline_s, row.arrival, row))
+        self._arrivals.extend(rows)
+        self._rows += len(rows)
 
     # --- order --------------------------------------------------------------------------------
 
@@ -385,34 +403,27 @@ class Batcher:
         _skip_stale(self._arrivals)
         return self._arrivals[0] if self._arrivals else None
 
-    def _take(self, queue: _LaneQueue, n: int) -> tuple[Row, ...]:
-        """Take the first ``n`` rows that wait in a lane."""
-        taken: list[Row] = []
-        while len(taken) < n:
-            row = queue.rows.popleft()
-            if row.state is RowState.QUEUED:
-                self._leave(row, RowState.RUNNING)
-                taken.append(row)
-        return tuple(taken)
-
-    def _leave(self, row: Row, state: RowState) -> None:
+    def _drop(self, row: Row) -> None:
         """Take a queued row out of all counts; its places in the queues become stale."""
-        row.state = state
-        self._rows -= 1
-        self._tokens -= row.cost_tokens
+        row.state = RowState.DROPPED
         queue = self._lanes[row.lane]
         queue.waiting -= 1
         queue.units -= row.units
+        self._left(queue, 1, row.cost_tokens)
+
+    def _left(self, queue: _LaneQueue, rows: int, tokens: int) -> None:
+        self._rows -= rows
+        self._tokens -= tokens
         if not queue.waiting:
             # Fallback lanes have as many shapes as clients care to send: keep none that is empty.
-            del self._lanes[row.lane]
+            del self._lanes[queue.lane]
 
     # --- deadlines ----------------------------------------------------------------------------
 
     def _drop_expired(self, now: float) -> None:
         while (deadline := self._next_deadline()) is not None and deadline <= now:
             row = heapq.heappop(self._deadlines)[2]
-            self._leave(row, RowState.DROPPED)
+            self._drop(row)
             self._expired.append(row)
 
     def _next_deadline(self) -> float | None:
@@ -443,7 +454,7 @@ class _DrainRate:
     def record(self, batch: Batch, now: float) -> None:
         """Add one batch; time in which nothing ran does not count."""
         busy_s = now - max(batch.formed_s, self._last_s)
-        tokens = sum(row.cost_tokens for row in batch.rows)
+        tokens = sum([row.cost_tokens for row in batch.rows])
         self._rows = self._rows * _RATE_DECAY + len(batch.rows)
         self._tokens = self._tokens * _RATE_DECAY + tokens
         self._busy_s = self._busy_s * _RATE_DECAY + max(busy_s, 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
 import time
@@ -182,6 +183,27 @@ def test_more_rows_than_the_largest_batch_come_back_in_order(engine: Engine) -> 
     many = [vector(r) for r in engine.run(texts)]
     for i in (0, 1, 50, 102):
         assert relative_error([many[i]], [vector(engine.run([texts[i]])[0])]) < 1e-5
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_offline_run_leaves_the_garbage_collector_as_it_found_it(
+    engine: Engine, *, frozen: bool
+) -> None:
+    during: list[int] = []
+
+    class Text(str):
+        def __len__(self) -> int:  # looked at when the row is prepared
+            during.append(gc.get_freeze_count())
+            return super().__len__()
+
+    if frozen:
+        gc.freeze()
+    try:
+        engine.run([Text("a b c")])
+        assert bool(gc.get_freeze_count()) is frozen
+        assert min(during) > 0
+    finally:
+        gc.unfreeze()
 
 
 def test_i5_results_do_not_change_when_later_batches_run(engine: Engine) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from shapeserve.batcher import Batch, Row
-from shapeserve.engine.rows import RowAnswer, RowPayload
+from shapeserve.engine.rows import Outcome, RowAnswer, RowPayload, Ticket
 from shapeserve.errors import RowFailed, ShapeServeError, Unavailable
 from shapeserve.layout import RowArrays
 from shapeserve.metrics import DropReason, Metrics
@@ -82,7 +82,8 @@ class BatchExecutor:
                 raise
             except Exception as error:
                 log.exception("a row failed on the device")
-                self._fail(payload, f"the model raised {type(error).__name__} for this row")
+                why = f"the model raised {type(error).__name__} for this row"
+                _settle_all([payload], [self._failed(payload, why)])
             else:
                 self._settle([payload], execution)
 
@@ -94,35 +95,47 @@ class BatchExecutor:
         ).inc(good)
         if good < len(payloads):
             self._metrics.nonfinite_rows_total.labels(model=model).inc(len(payloads) - good)
-        for payload, outputs, finite in zip(
-            payloads, execution.outputs, execution.finite, strict=True
-        ):
-            if finite:
-                answer = RowAnswer(outputs, execution.mode, execution.bucket)
-                payload.ticket.settle(payload.index, answer)
-            else:
-                self._fail(payload, "the model's output is not finite (NaN or infinity)")
+        mode, bucket = execution.mode, execution.bucket
+        answers: list[Outcome] = [RowAnswer(row, mode, bucket) for row in execution.outputs]
+        if good < len(payloads):
+            why = "the model's output is not finite (NaN or infinity)"
+            for i, finite in enumerate(execution.finite):
+                if not finite:
+                    answers[i] = self._failed(payloads[i], why)
+        _settle_all(payloads, answers)
 
-    def _fail(self, payload: RowPayload, why: str) -> None:
+    def _failed(self, payload: RowPayload, why: str) -> RowFailed:
         self.count_dropped(1, DropReason.FAILED)
-        payload.ticket.settle(payload.index, RowFailed(why, param=f"input[{payload.index}]"))
+        return RowFailed(why, param=f"input[{payload.row_index}]")
 
     def abandon(self, batch: Batch, cause: BaseException) -> None:
         """Settle the rows of a batch that ended the device thread."""
-        left = [row for row in batch.rows if not row.payload.ticket.settled(row.payload.index)]
+        left = [row for row in batch.rows if not row.payload.ticket.settled(row.payload.row_index)]
         self.drop(left, DropReason.FAILED, Unavailable(f"the device thread died: {cause!r}"))
 
     def drop(self, rows: Sequence[Row], reason: DropReason, error: ShapeServeError) -> None:
         """Settle rows that will not run with ``error``."""
         self.count_dropped(len(rows), reason)
-        for row in rows:
-            payload: RowPayload = row.payload
-            payload.ticket.settle(payload.index, error)
+        _settle_all([row.payload for row in rows], [error] * len(rows))
 
     def count_dropped(self, rows: int, reason: DropReason) -> None:
         """Count accepted rows that get no result."""
         if rows:
             self._metrics.rows_dropped_total.labels(model=self._model, reason=reason).inc(rows)
+
+
+def _settle_all(payloads: Sequence[RowPayload], outcomes: Sequence[Outcome]) -> None:
+    """Settle rows, those of one request that stand together at once."""
+    together: list[tuple[int, Outcome]] = []
+    last: Ticket | None = None
+    for (ticket, index, _), outcome in zip(payloads, outcomes, strict=True):
+        if ticket is not last:
+            if last is not None:
+                last.settle(together)
+            last, together = ticket, []
+        together.append((index, outcome))
+    if last is not None:
+        last.settle(together)
 
 
 def _arrays(payloads: Sequence[RowPayload]) -> list[RowArrays]:

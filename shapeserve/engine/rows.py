@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -83,9 +84,8 @@ class PreparedSample:
         return sum(math.prod(row.arrays.sizes.values()) for row in self.rows)
 
 
-@dataclass(frozen=True, slots=True)
-class RowAnswer:
-    """What the device thread gave for one row."""
+class RowAnswer(NamedTuple):
+    """What the device thread gave for one row; a tuple, because one is made for every row."""
 
     outputs: Mapping[str, np.ndarray]
     mode: Mode
@@ -114,26 +114,27 @@ class Ticket:
         self._deliver = deliver
         self.rows: tuple[Row, ...] = ()
 
-    def settle(self, index: int, outcome: Outcome) -> None:
-        """Set the outcome of row ``index``; deliver all when it was the last."""
+    def settle(self, outcomes: Sequence[tuple[int, Outcome]]) -> None:
+        """Set outcomes by row index; deliver all when the last one is there."""
+        kept = self._outcomes
         with self._lock:
-            if self._outcomes[index] is not None:
-                raise RuntimeError(f"row {index} was settled twice")
-            self._outcomes[index] = outcome
-            self._remaining -= 1
+            for index, outcome in outcomes:
+                if kept[index] is not None:
+                    raise RuntimeError(f"row {index} was settled twice")
+                kept[index] = outcome
+            self._remaining -= len(outcomes)
             last = self._remaining == 0
         if last:
-            self._deliver([o for o in self._outcomes if o is not None])
+            self._deliver([o for o in kept if o is not None])
 
     def settled(self, index: int) -> bool:
         """Whether row ``index`` has its outcome."""
         return self._outcomes[index] is not None
 
 
-@dataclass(frozen=True, slots=True)
-class RowPayload:
+class RowPayload(NamedTuple):
     """What the batcher carries for the engine."""
 
     ticket: Ticket
-    index: int
+    row_index: int
     prepared: PreparedRow

@@ -15,6 +15,8 @@ from shapeserve.models.spec import ModelSpec, TensorSpec
 
 _ALIGN = 64  # int32 elements: the 256 bytes that CUDA's own allocations are aligned to
 
+_KEPT_VIEWS = 4096  # of static buffers; the fallback has as many sizes as clients care to send
+
 
 class TokenBuffers:
     """Static buffers for tokens and row offsets.
@@ -35,6 +37,7 @@ class TokenBuffers:
         # is then always a token, never an offset, which may be no valid id.
         self._first = -(-(rows + 1) // _ALIGN) * _ALIGN
         self._buffer = Upload(self._first + tokens, torch.int32, torch.int32, streams)
+        self._views: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def write(
         self, rows: Sequence[RowArrays], capacity: int, max_rows: int, slot: int
@@ -44,18 +47,23 @@ class TokenBuffers:
         Offsets beyond the last row repeat the total, so that filler rows have no tokens. Tokens
         beyond the total keep what an earlier batch left there, or the poison.
         """
-        first, count = self._first, len(rows)
+        first, count, axis, name = self._first, len(rows), self._axis, self._name
         buffer = self._buffer.view((first + capacity,), slot)
-        offsets = buffer[: max_rows + 1]
-        offsets[0] = 0
-        np.cumsum([row.sizes[self._axis] for row in rows], out=offsets[1 : count + 1])
-        total = int(offsets[count])
-        offsets[count + 1 :] = total
-        parts = [row.arrays[self._name] for row in rows]
+        ends = [*accumulate([row.sizes[axis] for row in rows])]
+        total = ends[-1]
+        buffer[0] = 0
+        buffer[1 : count + 1] = ends
+        buffer[count + 1 : max_rows + 1] = total
+        parts = [row.arrays[name] for row in rows]
         np.concatenate(parts, out=buffer[first : first + total], casting="unsafe")
         self._buffer.send(first + total, slot)
-        static = self._buffer.static
-        return static[first : first + capacity], static[: max_rows + 1]
+        views = self._views.get((capacity, max_rows))
+        if views is None:
+            static = self._buffer.static
+            views = static[first : first + capacity], static[: max_rows + 1]
+            if len(self._views) < _KEPT_VIEWS:
+                self._views[capacity, max_rows] = views
+        return views
 
     def poison(self) -> None:
         """Fill the tokens with a valid id: one out of the table would fault instead of leaking."""
@@ -83,6 +91,8 @@ class TokenLayout:
         self.capacity = capacity
         self.slots = SLOTS if streams.cuda else 1
         self._download = Download(streams)
+        self._names = tuple(spec.outputs)
+        self._ragged = tuple(self.is_ragged(output) for output in spec.outputs.values())
 
     def poison(self) -> None:
         """Fill every buffer with what must never reach an answer (I4)."""
@@ -100,20 +110,25 @@ class TokenLayout:
         slot: int = 0,
     ) -> Reading:
         """Begin to copy the rows out: the real tokens of ragged outputs, else the real rows."""
-        specs = [(spec.name, self.is_ragged(spec)) for spec in self.spec.outputs.values()]
-        ends = [*accumulate(row.sizes[self.axis] for row in rows)]
+        ragged = self._ragged
+        # Only what has a value for each token needs to know where rows end.
+        ends = [*accumulate([row.sizes[self.axis] for row in rows])] if any(ragged) else [0]
         real = [
-            output[: ends[-1] if ragged else len(rows)]
-            for (_, ragged), output in zip(specs, outputs, strict=True)
+            output[: ends[-1] if is_ragged else len(rows)]
+            for is_ragged, output in zip(ragged, outputs, strict=True)
         ]
         landing = self._download.start(real, slot)
 
         def cut(arrays: Sequence[np.ndarray]) -> list[RowOutputs]:
-            parts = {
-                name: np.split(array, ends[:-1]) if ragged else array
-                for (name, ragged), array in zip(specs, arrays, strict=True)
-            }
-            return [{name: part[i] for name, part in parts.items()} for i in range(len(rows))]
+            columns = [
+                np.split(array, ends[:-1]) if is_ragged else array
+                for is_ragged, array in zip(ragged, arrays, strict=True)
+            ]
+            if len(columns) == 1:  # the rule, and half the time
+                (name,) = self._names
+                return [{name: row} for row in columns[0]]
+            rows_of = zip(*columns, strict=True)
+            return [dict(zip(self._names, row, strict=True)) for row in rows_of]
 
         return Reading(landing, cut)
 

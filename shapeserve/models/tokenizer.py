@@ -79,13 +79,22 @@ class TextTokenizer:
             if not all(_is_integer(i) for i in ids):
                 raise InvalidRequest("is no list of token ids; send whole numbers")
             row = np.array(ids, dtype=object)
-        if row.size and (row.min() < 0 or row.max() >= self._vocab_size):
-            bad = row[(row < 0) | (row >= self._vocab_size)]
+        bad = self._outside(row)
+        if bad.size:
             raise InvalidRequest(
                 f"holds the token id {bad[0]}, which is not in the vocabulary; ids are 0 to "
                 f"{self._vocab_size - 1}"
             )
         return row.astype(np.int64)
+
+    def _outside(self, row: np.ndarray) -> np.ndarray:
+        """The ids of a row that are not in the vocabulary."""
+        if row.dtype != object and row.size:
+            # One pass instead of two: seen as unsigned, a negative id is beyond every vocabulary.
+            unsigned = row.astype(np.int64, copy=False).view(np.uint64)
+            if unsigned.max() < self._vocab_size:
+                return row[:0]
+        return row[(row < 0) | (row >= self._vocab_size)]
 
     def content_tokens(self, ids: np.ndarray) -> int:
         """Return how many ids are not the frame of special tokens: 0 for a text of spaces."""
