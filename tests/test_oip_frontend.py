@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import zlib
@@ -263,6 +264,23 @@ async def test_the_sooner_of_deadline_header_and_timeout_parameter_is_a_504(
     response = await service.http.post(URL, json=content, headers=headers)
     assert (response.status_code, error_of(response)["code"]) == (504, "deadline_exceeded")
     assert service.requests() == {("mini", "oip_http", "deadline"): 1}
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_leaves_cancels_its_rows_only_and_is_counted(service: Service) -> None:
+    engine = service.engines["mini"]
+    leaving = asyncio.create_task(infer(service, "slow 60"))
+    while not engine.waiting:
+        await asyncio.sleep(0.001)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert (engine.cancelled, engine.waiting) == (1, 0)
+    assert (await infer(service, "fine")).status_code == 200
+    assert service.requests() == {
+        ("mini", "oip_http", "cancelled"): 1,
+        ("mini", "oip_http", "ok"): 1,
+    }
 
 
 @pytest.mark.asyncio
