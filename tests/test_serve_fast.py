@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+import tritonclient.http as triton
 from service_process import ServiceProcess, eventually, free_port, listening
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
@@ -64,6 +66,15 @@ def test_it_answers_behind_haproxy(service: ServiceProcess) -> None:
     assert response.status_code == 200
     assert response.headers["x-shapeserve-modes"] == "compiled=1,fallback=1"
     assert response.headers.get_list("x-request-id") == ["my-id"]
+
+
+def test_binary_data_passes_haproxy_both_ways(service: ServiceProcess) -> None:
+    text = triton.InferInput("text", [2], "BYTES")
+    text.set_data_from_numpy(np.array([b"one", b"two words"], object))
+    with triton.InferenceServerClient(httpx.URL(service.url).netloc.decode()) as client:
+        answer = client.infer("fake", [text], request_compression_algorithm="gzip")
+    vectors = answer.as_numpy("sentence_embedding")
+    np.testing.assert_allclose(vectors[:, 0] * np.array([1, 2]), vectors[:, 3] * 3, atol=1e-6)
 
 
 @pytest.mark.parametrize(

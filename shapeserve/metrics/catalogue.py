@@ -153,12 +153,13 @@ class Endpoint(StrEnum):
     """The route of a request; ``other`` is every path that does not exist."""
 
     EMBEDDINGS = "embeddings"
+    OIP_HTTP = "oip_http"
     MODELS = "models"
     METRICS = "metrics"
     OTHER = "other"
 
 
-MODEL_ENDPOINTS = (Endpoint.EMBEDDINGS,)
+MODEL_ENDPOINTS = (Endpoint.EMBEDDINGS, Endpoint.OIP_HTTP)
 """Endpoints whose requests carry a model's name."""
 
 

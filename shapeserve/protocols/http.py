@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+import zlib
 from dataclasses import dataclass, field
+from typing import Literal, cast
 
 import orjson
 
@@ -18,9 +20,14 @@ from shapeserve.errors import (
 
 JSON = "application/json"
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+OCTETS = "application/octet-stream"
 EMBEDDINGS, MODELS, METRICS = "/v1/embeddings", "/v1/models", "/metrics"
 LIVE, READY = "/v2/health/live", "/v2/health/ready"
-PATHS = (EMBEDDINGS, MODELS, METRICS, LIVE, READY)
+OIP = "/v2"
+OIP_MODEL = "/v2/models/{model}"
+OIP_VERSION = "/v2/models/{model}/versions/{version}"
+PATHS = (EMBEDDINGS, MODELS, OIP, f"{OIP_MODEL}/infer", METRICS, LIVE, READY)
+Encoding = Literal["gzip", "deflate"]
 # Day-long requests are a client's mistake, and a bound keeps the arithmetic exact.
 MAX_TIMEOUT_S = 86_400.0
 # What any log format and any header carries without quoting. 128 = two UUIDs and a prefix.
@@ -42,8 +49,8 @@ def json_reply(content: object, status: int = 200) -> Reply:
     return Reply(status, orjson.dumps(content))
 
 
-def error_reply(error: RequestError) -> Reply:
-    """Return the error as ``{"error": {"message", "type", "param", "code"}}``.
+def error_reply(error: RequestError, path: str = "") -> Reply:
+    """Return the error in the form that clients of ``path`` read.
 
     ``Retry-After`` is in whole seconds, rounded up: a client that obeys it is not refused
     again for coming a fraction early.
@@ -51,7 +58,19 @@ def error_reply(error: RequestError) -> Reply:
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
-    return Reply(error.status, orjson.dumps(error.body()), headers)
+    return Reply(error.status, _error_body(error, path), headers)
+
+
+def _error_body(error: RequestError, path: str) -> bytes:
+    """Return ``{"error": {"message", "type", "param", "code"}}``.
+
+    In the Open Inference Protocol ``error`` is a string, and the rest stands beside it.
+    """
+    body = error.body()
+    if path == OIP or path.startswith(OIP + "/"):
+        fields = dict(body["error"])
+        return orjson.dumps({"error": fields.pop("message"), **fields})
+    return orjson.dumps(body)
 
 
 def route_error(path: str, method: str, allowed: tuple[str, ...]) -> Reply:
@@ -61,13 +80,14 @@ def route_error(path: str, method: str, allowed: tuple[str, ...]) -> Reply:
             NotFound(
                 f"nothing is served at {path[:200]!r}; this server has {', '.join(PATHS)}.",
                 code="unknown_path",
-            )
+            ),
+            path,
         )
     error = InvalidRequest(
         f"{path} does not take {method[:20]!r}; use {' or '.join(allowed)}.",
         code="method_not_allowed",
     )
-    return Reply(405, orjson.dumps(error.body()), {"allow": ", ".join(allowed)})
+    return Reply(405, _error_body(error, path), {"allow": ", ".join(allowed)})
 
 
 def check_request_id(value: str) -> str:
@@ -98,17 +118,65 @@ def parse_timeout_s(value: str | None) -> float | None:
     return timeout_s
 
 
-def check_json_media_type(value: str | None) -> None:
-    """Refuse a body that says it is not JSON in UTF-8. No header at all is taken for JSON."""
+def check_media_type(value: str | None, *, octets: bool = False) -> None:
+    """Refuse a body that says it is not JSON in UTF-8. No header at all is taken for JSON.
+
+    Args:
+        value: of ``content-type``.
+        octets: whether JSON followed by binary data is read too.
+    """
     if value is None:
         return
     media, _, parameters = value.partition(";")
     charset = parameters.strip().lower().removeprefix("charset=").strip('"')
-    if media.strip().lower() != JSON or charset not in ("", "utf-8", "utf8"):
+    allowed = (JSON, OCTETS) if octets else (JSON,)
+    if media.strip().lower() not in allowed or charset not in ("", "utf-8", "utf8"):
         raise UnsupportedMediaType(
-            f"content-type is {value[:80]!r}; this endpoint reads application/json in UTF-8: "
+            f"content-type is {value[:80]!r}; this endpoint reads {' or '.join(allowed)} in UTF-8: "
             "send `content-type: application/json`."
         )
+
+
+def parse_content_encoding(value: str | None) -> Encoding | None:
+    """Return how the body is compressed, None if it is not."""
+    coding = "identity" if value is None else value.strip().lower()
+    if coding in ("identity", ""):
+        return None
+    if coding in ("gzip", "deflate"):
+        return cast(Encoding, coding)
+    raise UnsupportedMediaType(
+        f"content-encoding is {value[:40] if value else value!r}; this server reads gzip, deflate "
+        "and identity, one of them at a time.",
+        code="unsupported_content_encoding",
+    )
+
+
+def decompress(body: bytes, encoding: Encoding, max_body_bytes: int) -> bytes:
+    """Return the body as it was before compression; at most ``max_body_bytes`` are ever made."""
+    # In HTTP, deflate is what zlib makes (RFC 9110, section 8.4.1.2); 16 asks for a gzip header.
+    inflate = zlib.decompressobj(zlib.MAX_WBITS + (16 if encoding == "gzip" else 0))
+    try:
+        plain = inflate.decompress(body, max_body_bytes + 1)
+    except zlib.error as error:
+        raise _not_compressed(encoding, str(error)) from None
+    if len(plain) > max_body_bytes:
+        raise PayloadTooLarge(
+            f"the {encoding} body has more than {max_body_bytes} bytes when it is decompressed, "
+            "and that is the limit; send fewer inputs a request or raise `serve.max_body_bytes`."
+        )
+    if not inflate.eof:
+        raise _not_compressed(encoding, "it ends too early")
+    if inflate.unused_data:
+        raise _not_compressed(encoding, f"{len(inflate.unused_data)} bytes follow its end")
+    return plain
+
+
+def _not_compressed(encoding: Encoding, why: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"content-encoding is {encoding}, but the body is not one stream of that: {why}; compress "
+        "it again or leave the header out.",
+        param="content-encoding",
+    )
 
 
 def too_large(size_bytes: int | None, max_body_bytes: int) -> PayloadTooLarge:

@@ -20,6 +20,7 @@ from shapeserve.protocols.http import Reply
 from shapeserve.serve.calls import Call, Ledger
 from shapeserve.serve.endpoints.embeddings import Embeddings
 from shapeserve.serve.endpoints.models import Models
+from shapeserve.serve.endpoints.oip import OpenInference
 from shapeserve.serve.endpoints.operations import Operations
 from shapeserve.serve.routing import Router
 from shapeserve.serve.service import Service
@@ -58,6 +59,7 @@ class Frontend:
             [
                 *Embeddings(self._service).routes,
                 *Models(self._service).routes,
+                *OpenInference(self._service).routes,
                 *Operations(metrics_text, report).routes,
             ]
         )
@@ -74,9 +76,9 @@ class Frontend:
             reply = Reply(499, b"")
         except RequestError as error:
             self._ledger.refuse(error, call)
-            reply = http.error_reply(error)
+            reply = http.error_reply(error, call.path)
         except Exception:
-            reply = http.error_reply(self._ledger.fail(call))
+            reply = http.error_reply(self._ledger.fail(call), call.path)
         self._ledger.record(call, Outcome.of_status(reply.status))
         return Response(reply.body, reply.status, reply.headers, reply.media_type)
 
