@@ -154,12 +154,13 @@ class Endpoint(StrEnum):
 
     EMBEDDINGS = "embeddings"
     OIP_HTTP = "oip_http"
+    OIP_GRPC = "oip_grpc"
     MODELS = "models"
     METRICS = "metrics"
     OTHER = "other"
 
 
-MODEL_ENDPOINTS = (Endpoint.EMBEDDINGS, Endpoint.OIP_HTTP)
+MODEL_ENDPOINTS = (Endpoint.EMBEDDINGS, Endpoint.OIP_HTTP, Endpoint.OIP_GRPC)
 """Endpoints whose requests carry a model's name."""
 
 
