@@ -59,6 +59,7 @@ class FakeEngine:
             axes=("batch", "seq"),
             max_length={"seq": 8},
             hard_limit={"seq": 8},
+            vocab_size=100,
             embedding_dim=DIM,
             normalize=True,
         )

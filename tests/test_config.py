@@ -435,6 +435,27 @@ def test_a_port_must_be_one(port: int) -> None:
     assert "serve.port: got" in refusal({"models": [{"path": "/a"}], "serve": {"port": port}})
 
 
+@pytest.mark.parametrize(
+    ("serve", "message"),
+    [
+        ({"grpc_port": 0}, "serve.grpc_port: got 0"),
+        ({"port": 9, "grpc_port": 9}, "grpc_port 9 is the HTTP port; choose another"),
+        (
+            {"proxy": "default", "host": "192.0.2.2", "grpc_port": 9},
+            "gRPC cannot listen on 192.0.2.2 alone; use proxy fast, or host 127.0.0.1 or 0.0.0.0",
+        ),
+    ],
+)
+def test_a_grpc_port_that_cannot_be_served_is_refused(serve: Any, message: str) -> None:
+    assert message in refusal({"models": [{"path": "/a"}], "serve": serve})
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "localhost", "::1", "0.0.0.0", "::"])
+def test_rays_python_proxy_can_serve_grpc_to_this_machine_or_to_all(host: str) -> None:
+    serve = {"proxy": "default", "host": host, "grpc_port": 9}
+    assert ServeConfig.from_dict({"models": [{"path": "/a"}], "serve": serve}).serve.grpc_port == 9
+
+
 def test_no_models_at_all_is_refused() -> None:
     assert refusal({"models": []}).startswith("models: no model is given")
 
@@ -500,7 +521,7 @@ def test_every_field_says_effect_unit_and_default() -> None:
 def test_the_schema_knows_keys_by_their_yaml_names_and_refuses_others() -> None:
     schema = json_schema()
     names = {name for name, _ in fields(schema)}
-    assert {"ModelConfig.import", "ModelConfig.rare_shapes", "HttpConfig.drain_s"} <= names
+    assert {"ModelConfig.import", "ModelConfig.rare_shapes", "HttpConfig.grpc_port"} <= names
     assert all(d["additionalProperties"] is False for d in schema["$defs"].values())
 
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
+import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import engines
+import httpx
 import numpy as np
 import pytest
 import sts
+import tritonclient.http as triton
+from frontend_server import serving
 
 from shapeserve.config import ServeConfig
 from shapeserve.engine import Engine
@@ -83,3 +92,54 @@ def test_i2_i7_real_texts_add_no_recompile_and_keep_the_books(
     vectors(engine, texts)
     assert engines.value(engine, "recompiles_total") == 0
     assert identities(engine.metrics.samples()) == []
+
+
+def test_both_protocols_give_the_eager_vectors_of_the_same_tokens(
+    engine: Engine, data_dir: Path
+) -> None:
+    name, texts = engine.spec.name, sts.load_pairs(data_dir).first[:12]
+    rows = [sample.rows[0].arrays for sample in engine.prepare(texts)]
+    expected = np.stack([engines.alone(engine, dict(r.arrays), dict(r.sizes))[0] for r in rows])
+    lengths = [row.sizes["seq"] for row in rows]
+    ids = np.zeros((len(rows), max(lengths)), np.int64)
+    mask = np.arange(max(lengths)) < np.array(lengths)[:, None]
+    for i, row in enumerate(rows):
+        ids[i, : lengths[i]] = row.arrays["input_ids"]
+    inputs = [
+        triton.InferInput("input_ids", list(ids.shape), "INT64").set_data_from_numpy(ids),
+        triton.InferInput("attention_mask", list(ids.shape), "BOOL").set_data_from_numpy(mask),
+    ]
+    with serving({name: engine}) as url, triton.InferenceServerClient(url) as client:
+        over_oip = client.infer(name, inputs).as_numpy("sentence_embedding")
+        asked = {"model": name, "input": texts}
+        answer = httpx.post(f"http://{url}/v1/embeddings", json=asked, timeout=60).json()
+    over_openai = np.array([item["embedding"] for item in answer["data"]])
+    for got in (over_oip, over_openai):
+        assert relative_error([got], [expected]) < 1e-5
+
+
+def examples(language: str, url: str) -> list[str]:
+    """The examples of docs/http.md, made to ask ``url``."""
+    page = (Path(__file__).parent.parent / "docs" / "http.md").read_text()
+    found = re.findall(rf"```{language}\n(.*?)```", page, flags=re.DOTALL)
+    return [code.replace("localhost:8000", url) for code in found if "localhost:8000" in code]
+
+
+def test_the_python_example_of_the_page_prints_what_it_says(engine: Engine) -> None:
+    with serving({engine.spec.name: engine}) as url:
+        (code,) = examples("python", url)
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, "http.md", "exec"), {})
+    said = re.findall(r"print\(.*\)  # (.*)", code)
+    assert printed.getvalue().splitlines() == said
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_the_curl_example_of_the_page_runs(engine: Engine) -> None:
+    with serving({engine.spec.name: engine}) as url:
+        (code,) = examples("bash", url)
+        done = subprocess.run(["bash", "-ec", code], capture_output=True, text=True, check=True)
+    metadata, end = json.JSONDecoder().raw_decode(done.stdout)
+    assert metadata["name"] == engine.spec.name
+    assert json.loads(done.stdout[end:])["outputs"][0]["shape"] == [2, 384]

@@ -1,5 +1,6 @@
 """The service on Ray Serve with its Python proxy: two replicas, a fake and a tiny real model."""
 
+import asyncio
 import base64
 import json
 import os
@@ -15,9 +16,12 @@ import httpx
 import numpy as np
 import openai
 import pytest
+import tritonclient.http as triton
+import tritonclient.http.aio as triton_aio
 from fake_engine import BUCKET
 from service_process import ServiceProcess, eventually, free_port
 from tiny import text_of, write_classifier, write_model
+from tritonclient.utils import InferenceServerException
 
 from shapeserve.config import ModelConfig
 from shapeserve.engine import Engine
@@ -194,6 +198,67 @@ def test_the_official_client_raises_its_own_errors(client: openai.OpenAI) -> Non
     assert full.value.response.headers["retry-after"] == "2"
 
 
+# --- the Open Inference Protocol, asked by NVIDIA's client ----------------------------------------
+
+
+def text_input(inputs: Any, *texts: str) -> list[Any]:
+    made = inputs("text", [len(texts)], "BYTES")
+    return [made.set_data_from_numpy(np.array([text.encode() for text in texts], object))]
+
+
+@pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
+def test_tritonclient_gets_the_engines_vectors_as_binary_data(
+    service: ServiceProcess, reference: Engine, compression: str | None
+) -> None:
+    texts = [text_of(n, seed=n) for n in (3, 8, 9, 24, 40)]
+    with triton.InferenceServerClient(httpx.URL(service.url).netloc.decode()) as client:
+        assert client.is_server_live()
+        assert client.is_server_ready()
+        assert client.is_model_ready("ada")
+        assert client.get_model_metadata("tiny")["outputs"][0]["shape"] == [-1, 32]
+        answer = client.infer(
+            "ada",
+            text_input(triton.InferInput, *texts),
+            request_id="7",
+            request_compression_algorithm=compression,
+        )
+    assert answer.get_response()["id"] == "7"
+    got = answer.as_numpy("sentence_embedding")
+    np.testing.assert_allclose(got, vectors(reference, list(texts)), atol=1e-5)
+
+
+@pytest.mark.asyncio
+async def test_the_asynchronous_tritonclient_gets_its_own_rows_from_many_requests_at_once(
+    service: ServiceProcess, reference: Engine
+) -> None:
+    asked = [[text_of(3 + i, seed=j) for j in range(1 + i % 3)] for i in range(9)]
+    async with triton_aio.InferenceServerClient(httpx.URL(service.url).netloc.decode()) as client:
+        waiting = [client.infer("tiny", text_input(triton_aio.InferInput, *t)) for t in asked]
+        answers = await asyncio.gather(*waiting)
+    for texts, answer in zip(asked, answers, strict=True):
+        got = answer.as_numpy("sentence_embedding")
+        np.testing.assert_allclose(got, vectors(reference, list(texts)), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "texts", "status", "message"),
+    [
+        ("gpt", ["a"], "404", "served are: ada, fake, narrow, tiny"),
+        ("tiny", ["a", " "], "400", r"input\[1\] is empty"),
+        ("narrow", ["a"] * 5, "429", "queue"),
+        ("fake", ["a", "nan"], "500", r"input\[1\]"),
+        ("fake", ["a" * MAX_BODY], "413", f"the limit is {MAX_BODY}"),
+    ],
+)
+def test_tritonclient_shows_the_status_and_the_message_of_an_error(
+    service: ServiceProcess, model: str, texts: list[str], status: str, message: str
+) -> None:
+    with triton.InferenceServerClient(httpx.URL(service.url).netloc.decode()) as client:
+        with pytest.raises(InferenceServerException, match=message) as refused:
+            client.infer(model, text_input(triton.InferInput, *texts))
+        assert refused.value.status() == status
+
+
 # --- bad requests through the proxy ---------------------------------------------------------------
 
 
@@ -229,7 +294,7 @@ def test_a_bad_request_gets_its_json_error_and_harms_nobody(
 
 def test_unknown_paths_and_methods_get_json_errors(service: ServiceProcess) -> None:
     assert error_of(service.http.get("/v1/nothing"))["code"] == "unknown_path"
-    assert error_of(service.http.get("/v2/health/nothing"))["code"] == "unknown_path"
+    assert service.http.get("/v2/health/nothing").json()["code"] == "unknown_path"
     assert service.http.delete("/v1/models").headers["allow"] == "GET"
 
 

@@ -541,13 +541,23 @@ class ModelConfig(_Frozen):
 
 
 class HttpConfig(_Frozen):
-    """The HTTP service."""
+    """The HTTP and gRPC service."""
 
     host: Name = _field("Address to listen on.", "address", "127.0.0.1")
     port: Int = _field("Port to listen on.", "port", 8000, ge=1, le=65535)
+    grpc_port: Int | None = _field(
+        "Port for the Open Inference Protocol over gRPC; none, no gRPC.",
+        "port",
+        None,
+        ge=1,
+        le=65535,
+    )
     replicas: Int = _field("Processes that each hold the models.", "processes", 1, ge=1)
     max_body_bytes: Int = _field(
-        "Longer request bodies are refused with 413.", "bytes", 16_777_216, ge=1
+        "Longer request bodies are refused with 413 (gRPC: RESOURCE_EXHAUSTED).",
+        "bytes",
+        16_777_216,
+        ge=1,
     )
     proxy: Literal["fast", "default"] = _field(
         "`fast` uses Ray Serve's HAProxy and throughput flags, `default` its Python proxy.",
@@ -557,6 +567,36 @@ class HttpConfig(_Frozen):
     drain_s: Float = _field(
         "Longest time to finish what is in flight when stopping.", "seconds", 10.0, ge=0
     )
+
+    @model_validator(mode="after")
+    def _two_ports(self) -> Self:
+        if self.grpc_port == self.port:
+            raise problem(
+                f"grpc_port {self.grpc_port} is the HTTP port; choose another", "grpc_port"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _grpc_host(self) -> Self:
+        # Ray's Python proxy opens its gRPC port on all interfaces. Callers can be told apart by
+        # whether they are on this machine, but not by the interface they came in at.
+        if self.grpc_port and self.proxy == "default" and not (self.is_local or self.is_open):
+            raise problem(
+                f"with proxy default, gRPC cannot listen on {self.host} alone; use proxy fast, or "
+                "host 127.0.0.1 or 0.0.0.0",
+                "grpc_port",
+            )
+        return self
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine is let in."""
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether all interfaces are listened on."""
+        return self.host in ("0.0.0.0", "::")
 
 
 class ServeConfig(_Frozen):

@@ -20,6 +20,7 @@ Answer = Result | RowFailed | InvalidRequest
 # first one is small, so that the device does not wait for the others to be tokenised.
 _WINDOW_ROWS = 2048
 _FIRST_WINDOW_ROWS = 256
+_NEVER = 1_000_000  # collections of the middle generation before one of the oldest
 _IN_FLIGHT = 2  # one is tokenised while the device works on the other
 
 
@@ -32,7 +33,7 @@ def run_offline(
 ) -> list[Answer]:
     """Answer ``samples`` in order; see ``Engine.run``."""
     results: dict[int, Answer] = {}
-    with _old_objects_left_alone():
+    with _no_full_collections():
         _run(engine, samples, results, progress=progress, stop_at_error=on_error == "raise")
     in_order = [results[i] for i in range(len(samples))]
     failed = next((answer for answer in in_order if not isinstance(answer, Result)), None)
@@ -69,20 +70,21 @@ def _run(
 
 
 @contextlib.contextmanager
-def _old_objects_left_alone() -> Iterator[None]:
-    """Keep the garbage collector off what lives already, torch's and the model's million objects.
+def _no_full_collections() -> Iterator[None]:
+    """Keep the garbage collector from looking through everything that lives in the process.
 
-    The objects of thousands of rows make it look through all of them again and again; one such
-    pass took 0.3 s, more than the rows themselves.
+    The objects of thousands of rows make it walk torch's and the model's million objects again and
+    again, 0.3 s each time, more than the rows themselves take. Young garbage is still collected.
     """
-    if gc.get_freeze_count():  # somebody else has done so, and may want to keep it
+    young, middle, old = gc.get_threshold()
+    if old >= _NEVER:  # another run does so, or somebody who wants to keep it
         yield
         return
-    gc.freeze()
+    gc.set_threshold(young, middle, _NEVER)
     try:
         yield
     finally:
-        gc.unfreeze()
+        gc.set_threshold(young, middle, old)
 
 
 def _windows(

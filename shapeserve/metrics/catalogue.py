@@ -155,12 +155,20 @@ class Endpoint(StrEnum):
     EMBEDDINGS = "embeddings"
     RERANK = "rerank"
     CLASSIFY = "classify"
+    OIP_HTTP = "oip_http"
+    OIP_GRPC = "oip_grpc"
     MODELS = "models"
     METRICS = "metrics"
     OTHER = "other"
 
 
-MODEL_ENDPOINTS = (Endpoint.EMBEDDINGS, Endpoint.RERANK, Endpoint.CLASSIFY)
+MODEL_ENDPOINTS = (
+    Endpoint.EMBEDDINGS,
+    Endpoint.RERANK,
+    Endpoint.CLASSIFY,
+    Endpoint.OIP_HTTP,
+    Endpoint.OIP_GRPC,
+)
 """Endpoints whose requests carry a model's name."""
 
 

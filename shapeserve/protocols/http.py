@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+import zlib
 from dataclasses import dataclass, field
+from typing import Literal, cast
 
 import orjson
 
@@ -18,10 +20,15 @@ from shapeserve.errors import (
 
 JSON = "application/json"
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+OCTETS = "application/octet-stream"
 EMBEDDINGS, MODELS, METRICS = "/v1/embeddings", "/v1/models", "/metrics"
 RERANK, CLASSIFY = "/v1/rerank", "/v1/classify"
 LIVE, READY = "/v2/health/live", "/v2/health/ready"
-PATHS = (EMBEDDINGS, RERANK, CLASSIFY, MODELS, METRICS, LIVE, READY)
+OIP = "/v2"
+OIP_MODEL = "/v2/models/{model}"
+OIP_VERSION = "/v2/models/{model}/versions/{version}"
+PATHS = (EMBEDDINGS, RERANK, CLASSIFY, MODELS, OIP, f"{OIP_MODEL}/infer", METRICS, LIVE, READY)
+Encoding = Literal["gzip", "deflate"]
 # Day-long requests are a client's mistake, and a bound keeps the arithmetic exact.
 MAX_TIMEOUT_S = 86_400.0
 # What any log format and any header carries without quoting. 128 = two UUIDs and a prefix.
@@ -43,16 +50,32 @@ def json_reply(content: object, status: int = 200) -> Reply:
     return Reply(status, orjson.dumps(content))
 
 
-def error_reply(error: RequestError) -> Reply:
-    """Return the error as ``{"error": {"message", "type", "param", "code"}}``.
+def error_reply(error: RequestError, path: str = "") -> Reply:
+    """Return the error in the form that clients of ``path`` read."""
+    return Reply(error.status, _error_body(error, path), retry_after(error))
 
-    ``Retry-After`` is in whole seconds, rounded up: a client that obeys it is not refused
-    again for coming a fraction early.
+
+def retry_after(error: RequestError) -> dict[str, str]:
+    """Return the header that says when to come again, if the error knows.
+
+    In whole seconds, rounded up: a client that obeys it is not refused again for coming a
+    fraction early.
     """
-    headers = {}
-    if error.retry_after_s is not None:
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
-    return Reply(error.status, orjson.dumps(error.body()), headers)
+    if error.retry_after_s is None:
+        return {}
+    return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
+
+
+def _error_body(error: RequestError, path: str) -> bytes:
+    """Return ``{"error": {"message", "type", "param", "code"}}``.
+
+    In the Open Inference Protocol ``error`` is a string, and the rest stands beside it.
+    """
+    body = error.body()
+    if path == OIP or path.startswith(OIP + "/"):
+        fields = dict(body["error"])
+        return orjson.dumps({"error": fields.pop("message"), **fields})
+    return orjson.dumps(body)
 
 
 def route_error(path: str, method: str, allowed: tuple[str, ...]) -> Reply:
@@ -62,18 +85,24 @@ def route_error(path: str, method: str, allowed: tuple[str, ...]) -> Reply:
             NotFound(
                 f"nothing is served at {path[:200]!r}; this server has {', '.join(PATHS)}.",
                 code="unknown_path",
-            )
+            ),
+            path,
         )
     error = InvalidRequest(
         f"{path} does not take {method[:20]!r}; use {' or '.join(allowed)}.",
         code="method_not_allowed",
     )
-    return Reply(405, orjson.dumps(error.body()), {"allow": ", ".join(allowed)})
+    return Reply(405, _error_body(error, path), {"allow": ", ".join(allowed)})
+
+
+def is_request_id(value: str) -> bool:
+    """Return whether a request id can stand in a log line as it is."""
+    return _REQUEST_ID.fullmatch(value) is not None
 
 
 def check_request_id(value: str) -> str:
     """Return the request id if it can stand in a log line as it is, else raise a 400."""
-    if not _REQUEST_ID.fullmatch(value):
+    if not is_request_id(value):
         raise InvalidRequest(
             f"x-request-id has {len(value)} characters or some that are not allowed; send 1 to "
             "128 of A-Z a-z 0-9 . _ : / + = @ - or leave the header out.",
@@ -99,17 +128,65 @@ def parse_timeout_s(value: str | None) -> float | None:
     return timeout_s
 
 
-def check_json_media_type(value: str | None) -> None:
-    """Refuse a body that says it is not JSON in UTF-8. No header at all is taken for JSON."""
+def check_media_type(value: str | None, *, octets: bool = False) -> None:
+    """Refuse a body that says it is not JSON in UTF-8. No header at all is taken for JSON.
+
+    Args:
+        value: of ``content-type``.
+        octets: whether JSON followed by binary data is read too.
+    """
     if value is None:
         return
     media, _, parameters = value.partition(";")
     charset = parameters.strip().lower().removeprefix("charset=").strip('"')
-    if media.strip().lower() != JSON or charset not in ("", "utf-8", "utf8"):
+    allowed = (JSON, OCTETS) if octets else (JSON,)
+    if media.strip().lower() not in allowed or charset not in ("", "utf-8", "utf8"):
         raise UnsupportedMediaType(
-            f"content-type is {value[:80]!r}; this endpoint reads application/json in UTF-8: "
+            f"content-type is {value[:80]!r}; this endpoint reads {' or '.join(allowed)} in UTF-8: "
             "send `content-type: application/json`."
         )
+
+
+def parse_content_encoding(value: str | None) -> Encoding | None:
+    """Return how the body is compressed, None if it is not."""
+    coding = "identity" if value is None else value.strip().lower()
+    if coding in ("identity", ""):
+        return None
+    if coding in ("gzip", "deflate"):
+        return cast(Encoding, coding)
+    raise UnsupportedMediaType(
+        f"content-encoding is {value[:40] if value else value!r}; this server reads gzip, deflate "
+        "and identity, one of them at a time.",
+        code="unsupported_content_encoding",
+    )
+
+
+def decompress(body: bytes, encoding: Encoding, max_body_bytes: int) -> bytes:
+    """Return the body as it was before compression; at most ``max_body_bytes`` are ever made."""
+    # In HTTP, deflate is what zlib makes (RFC 9110, section 8.4.1.2); 16 asks for a gzip header.
+    inflate = zlib.decompressobj(zlib.MAX_WBITS + (16 if encoding == "gzip" else 0))
+    try:
+        plain = inflate.decompress(body, max_body_bytes + 1)
+    except zlib.error as error:
+        raise _not_compressed(encoding, str(error)) from None
+    if len(plain) > max_body_bytes:
+        raise PayloadTooLarge(
+            f"the {encoding} body has more than {max_body_bytes} bytes when it is decompressed, "
+            "and that is the limit; send fewer inputs a request or raise `serve.max_body_bytes`."
+        )
+    if not inflate.eof:
+        raise _not_compressed(encoding, "it ends too early")
+    if inflate.unused_data:
+        raise _not_compressed(encoding, f"{len(inflate.unused_data)} bytes follow its end")
+    return plain
+
+
+def _not_compressed(encoding: Encoding, why: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"content-encoding is {encoding}, but the body is not one stream of that: {why}; compress "
+        "it again or leave the header out.",
+        param="content-encoding",
+    )
 
 
 def too_large(size_bytes: int | None, max_body_bytes: int) -> PayloadTooLarge:

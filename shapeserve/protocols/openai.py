@@ -143,8 +143,18 @@ def read_model(fields: Mapping[str, Any], models: Mapping[str, ModelInfo]) -> Mo
         raise InvalidRequest(
             f"`model` is {given}; it must be the name of a served model: {served}.", param="model"
         )
+    return find_model(name, models)
+
+
+def find_model(name: str, models: Mapping[str, ModelInfo]) -> ModelInfo:
+    """Return the model of that name or alias.
+
+    Raises:
+        NotFound: 404, naming those that are served.
+    """
     model = models.get(name)
     if model is None:
+        served = ", ".join(sorted(models))
         raise NotFound(f"model {name[:80]!r} is not served; served are: {served}.", param="model")
     return model
 
@@ -312,11 +322,7 @@ def render_models(models: Iterable[ModelInfo]) -> Reply:
 
 def render_model(name: str, models: Mapping[str, ModelInfo]) -> Reply:
     """Return one model by name or alias, as ``client.models.retrieve`` asks for it."""
-    model = models.get(name)
-    if model is None:
-        served = ", ".join(sorted(models))
-        raise NotFound(f"model {name[:80]!r} is not served; served are: {served}.", param="model")
-    return json_reply(_card(model))
+    return json_reply(_card(find_model(name, models)))
 
 
 def _card(model: ModelInfo) -> dict[str, Any]:

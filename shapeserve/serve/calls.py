@@ -25,8 +25,10 @@ _REJECTS = {
     "too_long": RejectReason.TOO_LONG,
     "too_many_rows": RejectReason.TOO_MANY_ROWS,
     "model_not_found": RejectReason.UNKNOWN_MODEL,
+    "version_not_found": RejectReason.UNKNOWN_MODEL,
     "body_too_large": RejectReason.BODY_TOO_LARGE,
     "unsupported_media_type": RejectReason.MEDIA_TYPE,
+    "unsupported_content_encoding": RejectReason.MEDIA_TYPE,
     "unavailable": RejectReason.UNAVAILABLE,
 }
 
@@ -74,6 +76,12 @@ class Call:
                 f"x-request-timeout-seconds leaves less than the {MIN_ANSWER_S * 1e3:.0f} ms that "
                 "an answer takes; allow more time"
             )
+
+    def limit(self, timeout_s: float | None) -> None:
+        """Give up ``timeout_s`` from now, if that is sooner."""
+        if timeout_s is not None:
+            end_s = time.monotonic() + timeout_s
+            self.deadline_s = end_s if self.deadline_s is None else min(end_s, self.deadline_s)
 
     @property
     def late(self) -> bool:

@@ -23,6 +23,7 @@ from shapeserve.errors import ConfigError, ShapeServeError, Unavailable
 from shapeserve.metrics import Metrics, SwapResult, merge_texts
 from shapeserve.protocols.health import ReplicaReport, State
 from shapeserve.serve.frontend import Frontend
+from shapeserve.serve.grpc import GrpcMethods
 from shapeserve.serve.health import Heartbeat
 from shapeserve.serve.ray_metrics import RayMirror
 
@@ -49,8 +50,8 @@ def new_engine(config: ModelConfig, metrics: Metrics) -> Engine:
     return Engine(config, metrics=metrics)
 
 
-class ShapeServe:
-    """HTTP, queues and engines of one process.
+class ShapeServe(GrpcMethods):
+    """HTTP, gRPC, queues and engines of one process.
 
     Args:
         config: the service's configuration; every model gets an engine here.
@@ -93,6 +94,7 @@ class ShapeServe:
             metrics_text=self._all_metrics,
             report=self.report,
         )
+        self._grpc = self._frontend.grpc
         await heart.beat()
 
     def _start_engines(self) -> None:

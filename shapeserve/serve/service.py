@@ -80,20 +80,29 @@ class Service:
         """Stop the worker threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def json_body(self, request: Request, call: Call) -> bytes:
-        """Check the headers of a request with a JSON body; return the body."""
+    async def json_body(self, request: Request, call: Call, *, octets: bool = False) -> bytes:
+        """Check the headers of a request with a JSON body; return the body, decompressed.
+
+        Args:
+            request: whose body is read.
+            call: the same request's headers.
+            octets: whether binary data may follow the JSON.
+        """
         call.set_deadline()
-        http.check_json_media_type(call.headers.get("content-type"))
-        return await read_body(request, call.headers.get("content-length"), self.max_body_bytes)
+        http.check_media_type(call.headers.get("content-type"), octets=octets)
+        encoding = http.parse_content_encoding(call.headers.get("content-encoding"))
+        length = call.headers.get("content-length")
+        body = await read_body(request, length, self.max_body_bytes)
+        if encoding is None:
+            return body
+        return await self.in_worker(http.decompress, body, encoding, self.max_body_bytes)
 
     async def in_worker(self, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run CPU work (parsing, tokenising, rendering) on a worker thread."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, partial(job, *args, **kwargs))
 
-    async def render(
-        self, rows: int, job: Callable[P, Reply], *args: P.args, **kwargs: P.kwargs
-    ) -> Reply:
+    async def render(self, rows: int, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Render a reply of ``rows`` rows: here if they are few, else on a worker thread."""
         if rows <= INLINE_ROWS:
             return job(*args, **kwargs)
