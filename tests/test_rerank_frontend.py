@@ -310,3 +310,23 @@ def shape(value: Any) -> Any:
     if isinstance(value, list):
         return [shape(inner) for inner in value]
     return float if isinstance(value, int | float) else type(value)
+
+
+@pytest.mark.asyncio
+async def test_the_open_inference_protocol_gives_the_logits_of_a_pair_in_token_ids(
+    real: Client, served: dict[str, Engine]
+) -> None:
+    pair = TextPair(tiny.text_of(5), tiny.text_of(9))
+    (prepared,) = served["my-reranker"].prepare([pair])
+    arrays = prepared.rows[0].arrays.arrays
+    names = ("input_ids", "token_type_ids")
+    tensors = [
+        {"name": n, "datatype": "INT64", "shape": [1, len(arrays[n])], "data": arrays[n].tolist()}
+        for n in names
+    ]
+    answer = await real.post("/v2/models/my-reranker/infer", inputs=tensors)
+    assert answer.status_code == 200, answer.text
+    (logits,) = answer.json()["outputs"]
+    (expected,) = served["my-reranker"].run([pair])
+    assert (logits["name"], logits["datatype"], logits["shape"]) == ("logits", "FP32", [1, 1])
+    np.testing.assert_allclose(logits["data"], expected.outputs["logits"], atol=1e-5)
