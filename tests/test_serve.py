@@ -243,7 +243,7 @@ async def test_the_asynchronous_tritonclient_gets_its_own_rows_from_many_request
 @pytest.mark.parametrize(
     ("model", "texts", "status", "message"),
     [
-        ("gpt", ["a"], "404", "served are: ada, fake, narrow, tiny"),
+        ("gpt", ["a"], "404", "served are: ada, fake, narrow, ranker, tiny"),
         ("tiny", ["a", " "], "400", r"input\[1\] is empty"),
         ("narrow", ["a"] * 5, "429", "queue"),
         ("fake", ["a", "nan"], "500", r"input\[1\]"),
