@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 MELS, WIDTH, HEADS, LAYERS = 80, 128, 4, 2
 
@@ -30,9 +30,9 @@ class Layer(nn.Module):
         """Take and return frames [B, T, WIDTH]; ``real`` is [B, T], true on real ones."""
         parts = self.qkv(self.norm_1(hidden)).chunk(3, dim=-1)
         q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
-        mixed = F.scaled_dot_product_attention(q, k, v, real[:, None, None])
+        mixed = functional.scaled_dot_product_attention(q, k, v, real[:, None, None])
         hidden = hidden + self.out(mixed.transpose(1, 2).flatten(2))
-        return hidden + self.down(F.gelu(self.up(self.norm_2(hidden))))
+        return hidden + self.down(functional.gelu(self.up(self.norm_2(hidden))))
 
 
 class AudioEncoder(nn.Module):
@@ -55,14 +55,14 @@ class AudioEncoder(nn.Module):
         hidden, real = features.transpose(1, 2), mask[:, None].to(features.dtype)
         for conv in (self.first, self.second):
             # Output frame i reads the frames 2i-1 to 2i+1, so it is real where frame 2i is.
-            hidden, real = F.gelu(conv(hidden * real)), real[:, :, ::2]
+            hidden, real = functional.gelu(conv(hidden * real)), real[:, :, ::2]
         hidden, real = hidden.transpose(1, 2), real[:, 0]
         hidden = hidden + _positions(hidden)
         for layer in self.layers:
             hidden = layer(hidden, real.bool())
         states = self.norm(hidden)
         mean = (states * real[:, :, None]).sum(1) / real.sum(1, keepdim=True)
-        return {"embedding": F.normalize(mean, dim=-1), "states": states}
+        return {"embedding": functional.normalize(mean, dim=-1), "states": states}
 
 
 def _positions(hidden: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 CHANNELS = (16, 32, 64, 128)
 
@@ -31,8 +31,8 @@ class Stage(nn.Module):
         """Take and return cells [B, C, H, W] and which of them are real [B, 1, H, W]."""
         # Output cell i reads the cells 2i-1 to 2i+1, so it is real where cell 2i is.
         hidden, real = self.down(hidden * real), real[:, :, ::2, ::2]
-        hidden = F.gelu(hidden) * real
-        return F.gelu(self.norm(hidden + self.block(hidden))), real
+        hidden = functional.gelu(hidden) * real
+        return functional.gelu(self.norm(hidden + self.block(hidden))), real
 
 
 class ImageEncoder(nn.Module):
@@ -55,7 +55,7 @@ class ImageEncoder(nn.Module):
         for stage in self.stages:
             hidden, real = stage(hidden, real)
         mean = (hidden * real).sum((2, 3)) / real.sum((2, 3))
-        return F.normalize(self.head(mean), dim=-1)
+        return functional.normalize(self.head(mean), dim=-1)
 
 
 def build() -> nn.Module:

@@ -67,10 +67,10 @@ class Probe:
             sizes[axis] = self.size(axis, max(below, default=0) + 1, size)
         return self.row(sizes)
 
-    def padded_rows(self, bucket: Bucket) -> list[RowArrays]:
-        """Rows that are padded in ``bucket``: along every axis, then along each of several alone.
+    def padded_row(self, bucket: Bucket) -> RowArrays | None:
+        """Make a row that is shorter than ``bucket`` along every axis where one can be.
 
-        None where no row that the model runs is shorter than the bucket.
+        None if no row that the model runs is shorter than the bucket.
         """
         whole = dict(bucket.without(BATCH))
         shorter = {
@@ -78,8 +78,7 @@ class Probe:
             for axis, size in whole.items()
             if size > self._spec.min_length.get(axis, 1)
         }
-        alone = [{axis: size} for axis, size in shorter.items()] if len(shorter) > 1 else []
-        return [self.row({**whole, **sizes}) for sizes in (shorter, *alone) if sizes]
+        return self.row({**whole, **shorter}) if shorter else None
 
     def plant(self, row: RowArrays, bucket: Bucket) -> tuple[int, list[RowArrays]]:
         """Put ``row`` among random neighbours that fit the bucket; return its index and all."""
