@@ -14,7 +14,9 @@ from shapeserve.errors import ConfigError
 from shapeserve.expect import Waste
 from shapeserve.metrics import Tier
 from shapeserve.plan import plan
-from shapeserve.traces import read_lengths
+from shapeserve.traces import Shapes, read_lengths, read_shapes
+
+EXAMPLES = Path(__file__).parent.parent / "deploy" / "examples"
 
 SEQ = {"dtype": "float32", "dims": ["batch", "seq"]}
 IMAGE = {"dtype": "float32", "dims": ["batch", 3, "height", "width"]}
@@ -220,3 +222,52 @@ def test_a_plan_predicts_the_memory_of_the_captures(text_model: Path) -> None:
     assert eager.graph_bytes > compiled.graph_bytes
     assert "captured as it is" in eager.programs
     assert text_plan(text_model, "cpu").graph_bytes is None
+
+
+def image_model(**changes: Any) -> ModelConfig:
+    policy = {"height,width": {"shapes": [[4, 6], [6, 4], [8, 8]]}, "batch": BATCHES}
+    return model(**{"inputs": {"x": IMAGE}, "policy": policy, **changes})
+
+
+def test_padding_of_images_is_split_by_axis() -> None:
+    shapes = Shapes(("width", "height"), {(5, 3): 2, (8, 8): 1, (16, 9): 1})
+    expected = plan(image_model(), "cpu", shapes).expected
+    assert expected is not None
+    # 3 x 5 in 4 x 6: 3 columns of 1 and a line of 6, twice. 9 x 16 is beyond the grid: unpadded.
+    assert expected.waste == Waste(30 + 64 + 144, {"height": 2 * 6, "width": 2 * 3})
+    assert expected.by_size == {(4, 6): 2, (6, 4): 0, (8, 8): 1}
+    assert expected.outcomes == {"bucket": 3, "fallback (over_max)": 1}
+    assert expected.compared["pad_to_max"].by_axis["height"] == 2 * 5 * 8
+    data = json.loads(json.dumps(expected.to_dict()))
+    assert data["rows_by_size"] == {"4x6": 2, "6x4": 0, "8x8": 1}
+    assert set(data["waste"]["pow2"]) == {"padding_height", "padding_width"}
+
+
+def test_shapes_of_other_axes_are_refused() -> None:
+    shapes = Shapes(("height", "depth"), {(4, 4): 1})
+    with pytest.raises(ConfigError, match=r"along height, depth, .* give a trace t_s,height,width"):
+        plan(image_model(), "cpu", shapes)
+
+
+def test_the_queue_must_admit_the_largest_image() -> None:
+    limits = {"hard_limit": {"height": 64, "width": 32}, "max_queue_tokens": 2047}
+    with pytest.raises(ConfigError, match=r"height=64 x width=32 .* of 2048 elements; use"):
+        plan(image_model(limits=limits), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("example", "trace", "most"),
+    [
+        ("image_encoder", "coco_val2017", {"height": 0.022, "width": 0.018}),
+        ("audio_encoder", "librispeech_devclean", {"frames": 0.0715}),
+    ],
+)
+def test_the_examples_waste_what_the_documentation_says(
+    data_dir: Path, example: str, trace: str, most: dict[str, float]
+) -> None:
+    config = ServeConfig.from_yaml(EXAMPLES / f"{example}.yaml").models[0]
+    expected = plan(config, "cpu", read_shapes(data_dir / f"{trace}.csv.gz")).expected
+    assert expected is not None
+    assert all(expected.waste.share(axis) <= share for axis, share in most.items())
+    assert expected.outcomes["bucket"] == expected.rows
+    assert expected.waste.ratio < expected.compared["pow2"].ratio / 3

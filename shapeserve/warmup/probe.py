@@ -141,9 +141,9 @@ class Probe:
             raise
         except (RuntimeError, ValueError, IndexError) as error:
             raise ModelError(
-                f"{self._spec.name} cannot run a row of {label(row.sizes)}: {error}; set "
-                "limits.min_length to the shortest row that it can run, or limits.hard_limit to "
-                "the longest"
+                f"{self._spec.name} cannot run a row of {label(row.sizes)}: {error}; if other "
+                "sizes run, set limits.min_length to the shortest, or limits.hard_limit to the "
+                "longest; else correct `inputs`, which are passed in their order"
             ) from error
         return [np.asarray(o[0].detach().double().cpu()) for o in outputs]
 
