@@ -246,8 +246,10 @@ def _photo_shapes(
     """Height and width of photos: every long side of a ladder in every usual aspect ratio."""
     # Photos are resized to the model's size: one of a quarter of it is rare already (arbitrary).
     low = max(*least, max(ends) // 4)
-    ladder = _exponential("side", low, max(ends), max(ratio, _PHOTO_RATIO), _PHOTO_ALIGN)
-    sides = generate_axis(ladder)
+    sides: tuple[int, ...] = (max(ends),)
+    if ratio <= 4:  # beyond it the quarter and the whole are all that is left, so the whole alone
+        growth = max(ratio, _PHOTO_RATIO)
+        sides = generate_axis(_exponential("side", low, max(ends), growth, _PHOTO_ALIGN))
     shapes = {tuple(ends)}
     for long, aspect in itertools.product(sides, _ASPECTS if ratio < math.inf else _FEW_ASPECTS):
         short = math.ceil(long / aspect / _PHOTO_ALIGN - 1e-9) * _PHOTO_ALIGN

@@ -332,6 +332,13 @@ def test_photo_shapes_waste_less_than_a_finer_product(data_dir: Path) -> None:
     assert photo_waste(product, photos) > 0.07
 
 
+def test_a_bounded_number_of_graphs_keeps_the_aspect_ratios_rather_than_the_scales() -> None:
+    policy = parse_policy({})
+    grid = photo_grid(640, 640, "cuda", policy=policy, max_batch_tokens=8 * 640 * 640)
+    assert {max(shape) for shape in row_shapes(grid)} == {640}
+    assert len(row_shapes(grid)) == 9
+
+
 def test_axes_of_other_names_are_a_product() -> None:
     grid = grid_for(
         ("batch", "rows", "columns"),
