@@ -293,3 +293,17 @@ def test_progress_on_a_terminal_is_a_bar_that_goes_away() -> None:
     text = shown((3, 8, "verify"), terminal=True)
     assert "3/8" in text
     assert "verify" in text
+
+
+def test_plan_of_images_shows_the_waste_of_each_axis(toy: Path, tmp_path: Path) -> None:
+    text = toy.read_text().replace("[batch, seq]", "[batch, 3, height, width]")
+    shapes = '"height,width": {shapes: [[4, 6], [6, 4]]}'
+    toy.write_text(text.replace("seq: {explicit: [8, 64]}", shapes))
+    trace = tmp_path / "trace.csv"
+    trace.write_text("t_s,height,width\n0,4,6\n1,4,5\n")
+    result = run("plan", toy, "--lengths", trace)
+    assert result.exit_code == 0
+    cells = [line.split() for line in result.stdout.splitlines()]
+    assert ["4", "x", "6", "24", "96", "100.0%"] in cells
+    assert ["policy", "padding_height", "padding_width"] in cells
+    assert ["this", "grid", "0.0%", "8.3%"] in cells

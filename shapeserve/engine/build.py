@@ -173,7 +173,11 @@ def fuse_layers(model: LoadedModel, probe: Probe, device: torch.device) -> Fusio
     The packed module has the same layers, so it changes with it.
     """
     spec = model.spec
-    row = probe.row({axis: min(_FUSE_SIZE, spec.max_length[axis]) for axis in spec.row_axes})
+    sizes = {
+        axis: max(min(_FUSE_SIZE, end), spec.min_length.get(axis, 1))
+        for axis, end in spec.max_length.items()
+    }
+    row = probe.row(sizes)
     inputs = probe.inputs(row)
     report = fuse_verified(
         model.module,
@@ -267,6 +271,7 @@ def make_grid(
         max_batch_tokens=config.limits.max_batch_tokens,
         max_sizes=spec.max_length,
         hard_limits=spec.hard_limit,
+        min_sizes=spec.min_length,
     )
 
 
