@@ -28,8 +28,10 @@ if __package__ in (None, ""):  # run as a file: make the package importable
 
 from benchmarks import synthetic
 from shapeserve.compile.graph import GraphPool
+from shapeserve.compile.monitor import CompileMonitor
 from shapeserve.compile.program import compiled
 from shapeserve.config import ServeConfig
+from shapeserve.metrics import Metrics
 from shapeserve.models import load
 
 BUCKETS = ((2, 16), (8, 128), (32, 64), (32, 128))
@@ -82,7 +84,9 @@ def measure(model: str, dtype: str) -> dict[str, Any]:
     with torch.no_grad():
         record("eager", lambda given: lambda: module(*given))
         record("eager, own capture", own(module))
-        program = compiled(module, "many", backend="inductor")
+        program = compiled(
+            module, "many", backend="inductor", monitor=CompileMonitor(Metrics(), "m")
+        )
         program(*inputs_of(3, 40, device))
         record("dynamic program", lambda given: lambda: program(*given))
         record("dynamic program, own capture", own(program))

@@ -297,7 +297,7 @@ def make_programs(
         freeze=config.compile.freeze == "on"
         or (config.compile.freeze == "auto" and device.type == "cpu"),
         backend=config.compile.backend,
-        on_limit=monitor.count_eager_frame,
+        monitor=monitor,
     )
 
 
