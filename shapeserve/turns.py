@@ -7,7 +7,7 @@ Fair queueing: everybody has an account of the device seconds that its batches t
 have a batch waiting, the one with the lowest account is next; among equals, the one whose last turn
 is longer ago. A batch is charged when it leaves the queue, by its cost at the rate of its owner's
 last batches, and corrected to what it took. Who had nothing to run starts again at the lowest
-account of those who had, so that a pause earns nothing. Hence:
+account of those who had, so that a pause earns nothing; when nobody had, all start level. Hence:
 
 - Queues that never run empty get the same device time, give or take one batch of each.
 - Who comes with one batch into the flood of another waits for what the device works on already. If
@@ -31,7 +31,7 @@ _RATE_DECAY = 0.9
 class _Account:
     """What one member was charged, what its last batches cost and took, and its last turn."""
 
-    charged_s: float
+    charged_s: float = 0.0
     cost: float = 0.0
     seconds: float = 0.0
     in_flight: int = 0
@@ -46,34 +46,39 @@ class Turns(Generic[K]):
 
     def __init__(self) -> None:
         self._accounts: dict[K, _Account] = {}
-        self._waiting: Collection[K] = ()  # who had a batch at the last decision
-        self._level_s = 0.0  # the account of who was next then
+        self._waiting: Collection[K] = ()  # who had a batch when last asked
         self._turn = 0
 
     def join(self, who: K) -> None:
-        """Add a member; it starts at the level of the others."""
-        self._accounts[who] = _Account(self._level_s)
+        """Add a member; its first batch puts it on the level of the others."""
+        self._accounts[who] = _Account()
 
     def leave(self, who: K) -> None:
         """Forget a member; what it has in flight may still be reported."""
         self._accounts.pop(who, None)
         self._waiting = [other for other in self._waiting if other != who]
 
-    def next(self, ready: Collection[K]) -> K:
-        """Return whose batch is next, of at least one member that has one waiting.
+    def next(self, ready: Collection[K]) -> K | None:
+        """Return whose batch is next of those who have one waiting; None if nobody has.
 
-        Nothing is charged; asked again with the same members, it gives the same answer.
+        To be called whenever the device looks for work, so that it is known who had none. Nothing
+        is charged; asked again with the same members, it gives the same answer.
         """
         accounts = self._accounts
-        busy = {who for who, a in accounts.items() if a.in_flight}.union(self._waiting)
-        level_s = min((accounts[who].charged_s for who in busy), default=self._level_s)
+        busy = {who for who, account in accounts.items() if account.in_flight}.union(self._waiting)
+        if busy:
+            level_s = min(accounts[who].charged_s for who in busy)
+        else:
+            level_s = max(account.charged_s for account in accounts.values()) if accounts else 0.0
         for who in ready:
             if who not in busy:
                 accounts[who].charged_s = max(accounts[who].charged_s, level_s)
         self._waiting = tuple(ready)
-        chosen = min(ready, key=lambda who: (accounts[who].charged_s, accounts[who].last_turn))
-        self._level_s = accounts[chosen].charged_s
-        return chosen
+        return min(
+            ready,
+            key=lambda who: (accounts[who].charged_s, accounts[who].last_turn),
+            default=None,
+        )
 
     def take(self, who: K, cost: float) -> float:
         """Charge a batch that leaves the queue; return the seconds charged, for :meth:`done`.

@@ -25,6 +25,12 @@ def members(*names: str) -> Turns[str]:
     return turns
 
 
+def chosen(turns: Turns[str], ready: str | list[str]) -> str:
+    who = turns.next(ready)
+    assert who is not None
+    return who
+
+
 @settings(max_examples=100)
 @given(
     longest=st.lists(SECONDS, min_size=2, max_size=4),
@@ -37,7 +43,7 @@ def test_queues_that_never_empty_get_equal_device_time_give_or_take_a_batch(
     turns = members(*names)
     served = dict.fromkeys(names, 0.0)
     for share in durations:
-        who = turns.next(names)
+        who = chosen(turns, names)
         seconds = share * longest[int(who)]
         serve(turns, who, seconds)
         served[who] += seconds
@@ -77,20 +83,35 @@ def test_after_any_time_alone_a_flood_has_no_debt_and_the_idle_no_credit() -> No
         serve(turns, "a", 1.0)
     order = []
     for _ in range(10):
-        order.append(turns.next(["a", "b"]))
+        order.append(chosen(turns, "ab"))
         serve(turns, order[-1], 1.0)
     assert order == ["b", "a"] * 5
 
 
+def test_once_the_device_was_idle_nobody_owes_anything() -> None:
+    turns = members("a", "b")
+    serve(turns, "a", 1.0)
+    serve(turns, "b", 100.0)
+    assert turns.next("ab") == "a"
+    assert turns.next("ab") == "a"  # nobody has taken anything
+    assert turns.next("") is None
+    order = []
+    for _ in range(4):
+        order.append(chosen(turns, "ab"))
+        serve(turns, order[-1], 1.0)
+    assert order == ["a", "b", "a", "b"]
+
+
 def test_a_batch_in_flight_is_charged_by_its_cost_before_it_is_done() -> None:
     turns = members("slow", "quick")
+    both = ["slow", "quick"]
+    assert turns.next(both) == "slow"
     serve(turns, "slow", 10.0, cost=100)
     serve(turns, "quick", 1.0, cost=100)
-    both = ["slow", "quick"]
     assert turns.next(both) == "quick"
     for _ in range(9):
         serve(turns, "quick", 1.0, cost=100)
-    first = turns.take(turns.next(both), 100)  # level at 10 s: the turn that is longer ago
+    first = turns.take(chosen(turns, both), 100)  # level at 10 s: the turn that is longer ago
     assert first == pytest.approx(10.0)
     # The slow one's next batch waits although its first is not done yet.
     assert turns.next(both) == "quick"
@@ -102,24 +123,24 @@ def test_a_batch_in_flight_is_charged_by_its_cost_before_it_is_done() -> None:
 
 def test_a_charge_that_was_too_low_is_corrected_upwards() -> None:
     turns = members("a", "b")
-    charge_s = turns.take("a", 1e6)  # nothing is known of its rate
+    charge_s = turns.take(chosen(turns, "ab"), 1e6)  # nothing is known of its rate
     assert charge_s == 0.0
     turns.done("a", 1e6, charge_s, 5.0)
     for _ in range(5):
-        assert turns.next(["a", "b"]) == "b"
+        assert turns.next("ab") == "b"
         serve(turns, "b", 1.0)
-    assert turns.next(["a", "b"]) == "a"
+    assert turns.next("ab") == "a"
 
 
 def test_who_joins_late_starts_level_and_who_left_is_forgotten() -> None:
     turns = members("a", "b")
     for _ in range(100):
-        serve(turns, turns.next(["a", "b"]), 1.0)
+        serve(turns, chosen(turns, "ab"), 1.0)
     turns.join("c")
-    first = [turns.next("abc")]
+    first = [chosen(turns, "abc")]
     serve(turns, first[0], 1.0)
     for _ in range(5):
-        first.append(turns.next("abc"))
+        first.append(chosen(turns, "abc"))
         serve(turns, first[-1], 1.0)
     assert sorted(first) == ["a", "a", "b", "b", "c", "c"]
     charge_s = turns.take("c", 1.0)

@@ -226,10 +226,8 @@ class DeviceThread:
                 return None
             self._after_job = True
             return self._jobs.popleft()[0]
-        if self._closing or not ready:
-            return None
         source = self._turns.next(ready)
-        if len(self._flights) >= source.max_in_flight():
+        if source is None or self._closing or len(self._flights) >= source.max_in_flight():
             return None
         work = source.next_work(bool(self._flights))
         if work is None:

@@ -43,21 +43,10 @@ EngineFactory = Callable[[ModelConfig, Metrics, "dict[str, DeviceThread]"], "Eng
 
 
 def new_engine(config: ModelConfig, metrics: Metrics, devices: dict[str, DeviceThread]) -> Engine:
-    """Make the engine of one model, on the thread of its device.
+    """Make the engine of one model; see :func:`shapeserve.engine.shared_engine`."""
+    from shapeserve.engine import shared_engine  # building an application needs no torch
 
-    Args:
-        config: the model's; all of ``devices`` have the same ``threads``.
-        metrics: where it counts.
-        devices: kind of device -> the thread that the engines there share; one that is missing is
-            added.
-    """
-    # Here, because building an application needs no torch.
-    from shapeserve.engine import DeviceThread, Engine, device_kind
-
-    kind = device_kind(config.device)
-    if kind not in devices:
-        devices[kind] = DeviceThread(threads=config.threads)
-    return Engine(config, metrics=metrics, device=devices[kind])
+    return shared_engine(config, metrics, devices)
 
 
 class ShapeServe:
