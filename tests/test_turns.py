@@ -90,8 +90,8 @@ def test_after_any_time_alone_a_flood_has_no_debt_and_the_idle_no_credit() -> No
 
 def test_once_the_device_was_idle_nobody_owes_anything() -> None:
     turns = members("a", "b")
-    serve(turns, "a", 1.0)
-    serve(turns, "b", 100.0)
+    for seconds in (1.0, 100.0, 1.0, 1.0):  # the second turn is b's, which owes 97 s now
+        serve(turns, chosen(turns, "ab"), seconds)
     assert turns.next("ab") == "a"
     assert turns.next("ab") == "a"  # nobody has taken anything
     assert turns.next("") is None
@@ -99,7 +99,7 @@ def test_once_the_device_was_idle_nobody_owes_anything() -> None:
     for _ in range(4):
         order.append(chosen(turns, "ab"))
         serve(turns, order[-1], 1.0)
-    assert order == ["a", "b", "a", "b"]
+    assert order == ["b", "a", "b", "a"]  # b's turn is longer ago
 
 
 def test_a_batch_in_flight_is_charged_by_its_cost_before_it_is_done() -> None:
