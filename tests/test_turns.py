@@ -88,6 +88,21 @@ def test_after_any_time_alone_a_flood_has_no_debt_and_the_idle_no_credit() -> No
     assert order == ["b", "a"] * 5
 
 
+def test_who_was_alone_so_far_owes_nothing_to_who_joins() -> None:
+    turns = members("a")
+    for _ in range(100):
+        assert turns.next("a") == "a"
+        serve(turns, "a", 1.0)
+    assert turns.next("") is None
+    assert turns.next("a") == "a"
+    turns.join("b")
+    order = []
+    for _ in range(4):
+        order.append(chosen(turns, "ab"))
+        serve(turns, order[-1], 1.0)
+    assert order == ["b", "a", "b", "a"]
+
+
 def test_once_the_device_was_idle_nobody_owes_anything() -> None:
     turns = members("a", "b")
     for seconds in (1.0, 100.0, 1.0, 1.0):  # the second turn is b's, which owes 97 s now

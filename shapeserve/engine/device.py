@@ -208,12 +208,25 @@ class DeviceThread:
         """Wait for a job or a batch; None: finish the oldest batch, or end if there is none."""
         with self.lock:
             while True:
-                wakeups = {source: source.next_wakeup() for source in self._sources}
-                times = [t for t in wakeups.values() if t is not None]
-                step = self._take([s for s, t in wakeups.items() if t is not None and t <= 0])
+                ready, wakeup_s = self._ready()
+                step = self._take(ready)
                 if step is not None or self._flights or self._closing:
                     return step
-                self.lock.wait(min(times, default=None))
+                self.lock.wait(wakeup_s)
+
+    def _ready(self) -> tuple[list[Source], float | None]:
+        """Return the sources that have a batch, and the seconds until another one has."""
+        ready: list[Source] = []
+        soonest_s: float | None = None
+        for source in self._sources:
+            seconds = source.next_wakeup()
+            if seconds is None:
+                continue
+            if seconds <= 0:
+                ready.append(source)
+            if soonest_s is None or seconds < soonest_s:
+                soonest_s = seconds
+        return ready, soonest_s
 
     def _take(self, ready: list[Source]) -> Step | None:
         """Return the next job, or the batch of the source whose turn it is.
