@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -194,6 +195,8 @@ def test_i2_the_policy_of_one_is_swapped_step_by_step_under_load_of_the_other(
     with Blocked(text):
         flood = text.admit_when_free(text.prepare(rows))
         swap.start()
+        while not text._device._jobs:  # its first step waits as the flood does
+            time.sleep(0.001)
     swap.join(60)
     assert len(flood()) == 400
     assert log.count("step") >= 5
