@@ -119,6 +119,19 @@ def test_plan_json_goes_to_stdout_alone_or_beside_the_table(toy: Path, tmp_path:
     assert "toy on cpu" in beside.stdout
 
 
+def test_config_and_plan_show_every_model_of_an_application() -> None:
+    example = EXAMPLE.with_name("two-models.yaml")
+    names = ["queries", "documents"]
+    resolved = yaml.safe_load(run("config", example).stdout)
+    assert [model["name"] for model in resolved["models"]] == names
+    planned = json.loads(run("plan", example, "--device", "cuda", "--json", "-").stdout)["models"]
+    assert [model["model"] for model in planned] == names
+    assert [len(model["axes"]) for model in planned] == [2, 1]  # padded by its policy, packed
+    table = run("plan", example, "--device", "cpu").stdout
+    assert "queries on cpu: 16 buckets" in table
+    assert "documents on cpu: 96 buckets" in table
+
+
 def test_plan_of_packed_rows_lists_the_sizes_of_a_batch(minilm_dir: Path) -> None:
     result = run("plan", "--model", minilm_dir, "--device", "cuda")
     assert "all-MiniLM-L6-v2 on cuda: 27 buckets (tokens)" in result.stdout

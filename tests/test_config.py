@@ -425,6 +425,13 @@ def test_a_wrong_input_spec_is_refused(spec: dict[str, Any], expected: str) -> N
     assert expected in refusal({"models": [data]})
 
 
+def test_models_of_a_service_agree_on_threads() -> None:
+    two, none, four = ({"path": "/m", "threads": n} for n in (2, None, 4))
+    assert len(ServeConfig.from_dict({"models": [none, two, none, two]}).models) == 4
+    message = refusal({"models": [none, two, four, none]})
+    assert message.startswith("models[2].threads: threads 4 differs from 2 above")
+
+
 def test_two_models_cannot_share_a_name_or_alias() -> None:
     one = {"path": "/a", "name": "x"}
     message = refusal({"models": [one, {"path": "/b", "name": "y", "aliases": ["x"]}]})

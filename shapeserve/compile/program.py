@@ -15,7 +15,7 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 
-from shapeserve.compile.monitor import CountingBackend
+from shapeserve.compile.monitor import CompileMonitor
 from shapeserve.layout import Forward
 
 _SERIAL = itertools.count()
@@ -62,7 +62,12 @@ _DEFAULT = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT)
 
 
 def compiled(
-    module: torch.nn.Module, name: str, *, backend: str, fullgraph: bool = True
+    module: torch.nn.Module,
+    name: str,
+    *,
+    backend: str,
+    monitor: CompileMonitor,
+    fullgraph: bool = True,
 ) -> Program:
     """Wrap ``module`` as a dynamic-shape program with a code object of its own.
 
@@ -74,6 +79,8 @@ def compiled(
     Guards on the module's weights and attributes are dropped where torch allows it: a serving
     module is frozen, and checking a few hundred of them costs 0.3-0.6 ms a call on the CPU. Those
     on shapes, dtypes and the global state (grad mode, threads) stay.
+
+    The compiles are those of the model that ``monitor`` counts for.
     """
 
     def forward(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -86,7 +93,7 @@ def compiled(
     keep = getattr(torch.compiler, "keep_portable_guards_unsafe", None)
     run: Forward = torch.compile(
         own,
-        backend=CountingBackend(compiler_backend(backend), f"shapeserve_{backend}"),
+        backend=monitor.counting(compiler_backend(backend), f"shapeserve_{backend}"),
         dynamic=True,
         fullgraph=fullgraph,
         options={"guard_filter_fn": keep} if keep else None,

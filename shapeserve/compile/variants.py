@@ -18,6 +18,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported, UserError
 
 from shapeserve.buckets import BATCH, Bucket, Grid
 from shapeserve.compile.graph import GraphPool
+from shapeserve.compile.monitor import CompileMonitor
 from shapeserve.compile.program import Program, compiled, freezing
 from shapeserve.layout import Forward, Layout
 from shapeserve.metrics import Mode, Tier
@@ -67,7 +68,8 @@ class Programs:
             captured.
         freeze: pack the weights as constants (CPU).
         backend: torch.compile backend, ``inductor`` or ``eager``.
-        on_limit: called for every call that ran eager because of torch's recompile limit.
+        monitor: counts its compiles, and the calls that ran eager because of torch's recompile
+            limit.
     """
 
     def __init__(
@@ -77,15 +79,15 @@ class Programs:
         tier: Tier,
         freeze: bool,
         backend: str,
+        monitor: CompileMonitor,
         compiles: bool | None = None,
-        on_limit: Callable[[], None] = lambda: None,
     ) -> None:
         self.eager: Forward = module
         self.tier = tier
         self.compiles = tier is not Tier.EAGER if compiles is None else compiles
         self.frozen = freeze
         self._backend = backend
-        self._on_limit = on_limit
+        self._monitor = monitor
         self._module = module
         self._many: Program | None = None
         self._single: Program | None = None
@@ -112,13 +114,18 @@ class Programs:
         """Compile as one graph; where the module breaks the graph, once more with breaks."""
         with freezing(self.frozen):
             try:
-                program = compiled(self._module, name, backend=self._backend)
+                program = self._wrapped(name)
                 run(program)
             except (Unsupported, UserError) as error:
                 log.warning("the model does not compile as one graph, breaks allowed: %s", error)
-                program = compiled(self._module, name, backend=self._backend, fullgraph=False)
+                program = self._wrapped(name, fullgraph=False)
                 run(program)
         return program
+
+    def _wrapped(self, name: str, *, fullgraph: bool = True) -> Program:
+        return compiled(
+            self._module, name, backend=self._backend, monitor=self._monitor, fullgraph=fullgraph
+        )
 
     def _or_eager(self, program: Program) -> Forward:
         """Answer eagerly, and count it, what torch refuses to compile once more."""
@@ -127,7 +134,7 @@ class Programs:
             try:
                 return program(*inputs)
             except FailOnRecompileLimitHit:
-                self._on_limit()
+                self._monitor.count_eager_frame()
                 return self.eager(*inputs)
 
         return run

@@ -228,8 +228,8 @@ class CompileConfig(_Frozen):
         "auto",
     )
     graph_memory_fraction: Float = _field(
-        "Captures stop once their pool has reserved this share of the device's memory; what is "
-        "left is served compiled.",
+        "Captures of this model stop once their pool has reserved this share of the device's "
+        "memory; what is left is served compiled.",
         "share, 0 to 1",
         0.25,
         gt=0,
@@ -315,7 +315,11 @@ class ModelConfig(_Frozen):
         None,
     )
     threads: Int | None = _field(
-        "CPU threads of the model; unset means all cores it may use.", "threads", None, ge=1
+        "CPU threads of the model, the same for all models of a service; unset means what another "
+        "model says, else all cores it may use.",
+        "threads",
+        None,
+        ge=1,
     )
 
     @model_validator(mode="after")
@@ -527,6 +531,20 @@ class ServeConfig(_Frozen):
                         f"the name {name!r} is taken by models[{seen[name]}]; choose another", i
                     )
                 seen[name] = i
+        return models
+
+    @field_validator("models")
+    @classmethod
+    def _one_number_of_threads(cls, models: tuple[ModelConfig, ...]) -> tuple[ModelConfig, ...]:
+        asked = {model.threads: i for i, model in reversed([*enumerate(models)]) if model.threads}
+        if len(asked) > 1:
+            (first, _), (other, i) = sorted(asked.items(), key=lambda item: item[1])[:2]
+            raise problem(
+                f"threads {other} differs from {first} above; the models of a service run in one "
+                "thread in turn, so give them the same number, or give it to one of them",
+                i,
+                "threads",
+            )
         return models
 
     @classmethod
