@@ -25,13 +25,13 @@ SMALL = {
 }
 
 
-def small(directory: Path, name: str, tier: str) -> tuple[Path, Path]:
+def small(directory: Path, name: str, tier: str, backend: str = "eager") -> tuple[Path, Path]:
     """The example with short rows and a quick start, and a trace for it."""
     data = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
     limits, rows = SMALL[name]
     (model,) = data["models"]
     model["limits"] |= {**limits, "max_batch_tokens": 2 * 96**2}
-    model |= {"compile": {"tier": tier, "backend": "eager"}, "threads": 1}
+    model |= {"compile": {"tier": tier, "backend": backend}, "threads": 1}
     model["policy"]["batch"] = {"explicit": [1, 2]}
     config, trace = directory / f"{name}.yaml", directory / "trace.csv"
     config.write_text(yaml.safe_dump(data, sort_keys=False))

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_examples
 import tiny
 import torch
 
@@ -197,3 +198,17 @@ def test_i4_i5_two_models_share_a_gpu_while_the_grid_of_one_is_replaced(
         for engine in (stays, swapped):
             assert identities(engine.metrics.samples()) == []
             assert samples(engine, "recompiles_total") == 0
+
+
+@pytest.mark.parametrize(
+    ("tier", "backend"), [("eager_graph", "eager"), ("graph", "eager"), ("graph", "inductor")]
+)
+@pytest.mark.parametrize("name", ["image_encoder", "audio_encoder"])
+def test_i4_images_and_audio_in_graphs_equal_the_unpadded_eager_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, tier: str, backend: str
+) -> None:
+    config, trace = test_examples.small(tmp_path, name, tier, backend)
+    assert test_examples.run.main([str(config), str(trace)]) == 0
+    shown = capsys.readouterr().out.split()
+    assert "graph" in shown
+    assert "fallback" in shown  # one row is beyond the grid
