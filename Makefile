@@ -9,7 +9,7 @@ BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -qq -c constraints.txt
-SOURCES := shapeserve tests benchmarks
+SOURCES := shapeserve tests benchmarks deploy/examples
 PROTO := shapeserve/protocols/proto/oip.proto
 
 # Models come from disk and nothing is reported to anybody.

@@ -190,6 +190,26 @@ def test_replicas_share_the_cores_and_all_find_a_place(
     assert replicas * asked <= cpus
 
 
+def test_what_one_model_says_of_threads_holds_for_all() -> None:
+    models = [{"path": "/models/a"}, {"path": "/models/b", "threads": 3}]
+    sized = ServeConfig.from_dict({"models": models})
+    assert sizing.threads_per_replica(sized, 8) == 3
+    assert sizing.cpus_per_replica(sized, 8) == 3.0
+
+
+def test_the_example_of_two_applications_has_one_model_each_and_our_health() -> None:
+    text = (Path(__file__).parent.parent / "deploy/examples/two-applications.yaml").read_text()
+    health, *applications = yaml.safe_load(text)["applications"]
+    ours = launch.deploy_schema(config())["applications"]
+    assert health.items() <= ours[0].items()
+    assert len(applications) == 2
+    for application in applications:
+        (model,) = ServeConfig.from_dict(application["args"]).models
+        assert application["route_prefix"] == f"/{model.name}"
+        assert application["import_path"] == ours[1]["import_path"]
+        assert [d["name"] for d in application["deployments"]] == [launch.DEPLOYMENT]
+
+
 def test_configured_threads_win() -> None:
     model = {"path": "/models/mini", "threads": 3}
     sized = ServeConfig.from_dict({"models": [model], "serve": {"replicas": 2}})

@@ -12,13 +12,13 @@ from enum import StrEnum
 from math import ceil
 from typing import Literal
 
+from shapeserve.buckets import REAL as REAL  # the label `kind` of what is no padding
+
 PREFIX = "shapeserve_"
 NO_BUCKET = "none"
 """The ``bucket`` label of the fallback."""
 NO_MODEL = "none"
 """The ``model`` label of a request that named no model that is served."""
-REAL = "real"
-"""The ``kind`` label of elements that a client sent; all other kinds are padding."""
 
 
 class Mode(StrEnum):
