@@ -538,6 +538,19 @@ class HttpConfig(_Frozen):
     max_body_bytes: Int = _field(
         "Longer request bodies are refused with 413.", "bytes", 16_777_216, ge=1
     )
+    max_inflight_bytes: Int = _field(
+        "Request bodies that a replica holds at a time; while there are more, requests are refused "
+        "with 429.",
+        "bytes",
+        1_073_741_824,
+        ge=1,
+    )
+    max_answer_bytes: Int = _field(
+        "Requests whose output tensors would be larger are refused with 400.",
+        "bytes",
+        268_435_456,
+        ge=1,
+    )
     proxy: Literal["fast", "default"] = _field(
         "`fast` uses Ray Serve's HAProxy and throughput flags, `default` its Python proxy.",
         "word",
@@ -546,6 +559,18 @@ class HttpConfig(_Frozen):
     drain_s: Float = _field(
         "Longest time to finish what is in flight when stopping.", "seconds", 10.0, ge=0
     )
+
+    @model_validator(mode="after")
+    def _room_for_one_body(self) -> Self:
+        # Twice, because a compressed body is held beside what it becomes.
+        if self.max_inflight_bytes < 2 * self.max_body_bytes:
+            raise problem(
+                f"max_inflight_bytes {self.max_inflight_bytes} has no room for one body of "
+                f"max_body_bytes {self.max_body_bytes}, compressed and not; use "
+                f"{2 * self.max_body_bytes} or more",
+                "max_inflight_bytes",
+            )
+        return self
 
 
 class ServeConfig(_Frozen):
