@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from shapeserve.buckets import Bucket, Grid
+from shapeserve.compile.monitor import Recompile
+from shapeserve.compile.record import CompileRecord, CompileTotal, VariantState
 from shapeserve.config import ModelConfig, Policy
 from shapeserve.engine import Result
 from shapeserve.errors import (
@@ -25,12 +27,31 @@ from shapeserve.errors import (
     RowFailed,
     Unavailable,
 )
-from shapeserve.metrics import FallbackReason, Metrics, Mode, SwapResult
+from shapeserve.metrics import (
+    CompilePhase,
+    CompileStage,
+    FallbackReason,
+    Metrics,
+    Mode,
+    RecompileReason,
+    SwapResult,
+    Tier,
+)
 from shapeserve.models.spec import ModelSpec, TensorSpec
 from shapeserve.warmup import WarmupProgress
 
 BUCKET = Bucket.of(batch=1, seq=8)
 DIM = 4
+
+
+class FakeSample(str):
+    """What stands for a prepared sample: its text, one token a word."""
+
+    __slots__ = ()
+
+    @property
+    def executed(self) -> dict[str, int]:
+        return {"seq": len(self.split())}
 
 
 class FakeEngine:
@@ -76,6 +97,23 @@ class FakeEngine:
         self.ready = True
         return self
 
+    def compile_record(self) -> CompileRecord:
+        variant = VariantState(BUCKET.label, Tier.EAGER, Tier.COMPILED, degraded=True)
+        total = CompileTotal(CompilePhase.WARMUP, CompileStage.DYNAMO, 2, 1.5)
+        guard = "tensor 'ids' size mismatch at index 1. expected 8, actual 9"
+        recompile = Recompile("5/1", "many_0", RecompileReason.SHAPE, guard, 0.5, 1.8e9)
+        return CompileRecord(
+            self.spec.name,
+            self.grid.version,
+            (variant,),
+            (total,),
+            {"shape": 1},
+            (recompile,),
+            graph_breaks={"explicit": 1},
+            eager_frames={},
+            captures={"failed": 1},
+        )
+
     def healthy(self) -> None:
         if self._dead:
             raise Unavailable(self._dead)
@@ -84,7 +122,7 @@ class FakeEngine:
         blank = [i for i, s in enumerate(samples) if isinstance(s, str) and not s.strip()]
         if blank:
             raise InvalidRequest(f"input[{blank[0]}] is blank", param=f"input[{blank[0]}]")
-        return list(samples)
+        return [FakeSample(sample) for sample in samples]
 
     async def submit_prepared(
         self, samples: list[Any], *, deadline_s: float | None = None

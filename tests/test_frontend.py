@@ -9,11 +9,13 @@ from typing import Any
 import httpx
 import pytest
 from fake_engine import BUCKET, FakeEngine
+from openapi_check import Document
 from starlette.requests import Request
 
 from shapeserve.config import ModelConfig
 from shapeserve.metrics import NO_MODEL, Metrics
 from shapeserve.protocols.health import ReplicaReport
+from shapeserve.protocols.openapi import document
 from shapeserve.serve import body as body_module
 from shapeserve.serve import service as service_module
 from shapeserve.serve.frontend import Frontend
@@ -24,7 +26,7 @@ MAX_BODY = 2000
 class Service:
     """A frontend with two fake models, spoken to over ASGI."""
 
-    def __init__(self, state: Any = "ready") -> None:
+    def __init__(self, state: Any = "ready", **options: Any) -> None:
         self.metrics = Metrics()
         self.engines = {
             name: FakeEngine(
@@ -36,12 +38,22 @@ class Service:
             self.engines,  # type: ignore[arg-type]
             aliases={"mini": ("ada",)},
             metrics=self.metrics,
-            max_body_bytes=MAX_BODY,
             metrics_text=self._metrics_text,
             report=lambda: ReplicaReport("r", state, 1, 3),
+            **{"max_body_bytes": MAX_BODY, **options},
         )
         transport = httpx.ASGITransport(self._asgi)
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://service")
+        self.http = httpx.AsyncClient(
+            transport=transport,
+            base_url="http://service",
+            event_hooks={"response": [self._is_documented]},  # whatever a test asks for
+        )
+        specs = [engine.spec for engine in self.engines.values()]
+        self.document = Document(document(self.frontend._service.models, specs))
+
+    async def _is_documented(self, response: httpx.Response) -> None:
+        await response.aread()
+        self.document.check(response)
 
     async def _asgi(self, scope: Any, receive: Any, send: Any) -> None:
         response = await self.frontend(Request(scope, receive))
