@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,37 +14,16 @@ import httpx
 import numpy as np
 import pytest
 import tiny
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, FakeRanker
 from starlette.requests import Request
 
 from shapeserve.config import ModelConfig
-from shapeserve.engine import Engine, Result, TextPair
-from shapeserve.errors import RowFailed
+from shapeserve.engine import Engine, TextPair
 from shapeserve.metrics import NO_MODEL, Metrics
-from shapeserve.models import Head, ModelSpec
 from shapeserve.protocols.health import ReplicaReport
 from shapeserve.serve.frontend import Frontend
 
 DOCS = Path(__file__).parent.parent / "docs" / "http.md"
-
-
-class FakeRanker(FakeEngine):
-    """Scores a pair by the number of words of its second text; a row ``nan`` fails."""
-
-    @property
-    def spec(self) -> ModelSpec:
-        head = Head(("LABEL_0",), "sigmoid", "sigmoid")
-        return replace(super().spec, task="classify", embedding_dim=None, head=head)
-
-    def prepare(self, samples: list[Any], **options: Any) -> list[Any]:
-        texts = [s.text_pair if isinstance(s, TextPair) else s for s in samples]
-        return super().prepare(texts, over_max=options.get("over_max"))
-
-    def _answer(self, words: list[str], index: int) -> Result | RowFailed:
-        answer = super()._answer(words, index)
-        if isinstance(answer, RowFailed):
-            return answer
-        return replace(answer, outputs={"logits": np.array([len(words)], dtype=np.float32)})
 
 
 class Client:

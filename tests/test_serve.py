@@ -110,6 +110,12 @@ def test_whoever_waits_for_the_service_sees_the_progress(service: ServiceProcess
 # --- answers --------------------------------------------------------------------------------------
 
 
+def test_the_document_is_kept_and_the_token_of_the_environment_opens(
+    service: ServiceProcess,
+) -> None:
+    service.is_as_documented()
+
+
 @pytest.fixture(scope="module")
 def reference(model_dir: Path) -> Iterator[Engine]:
     with Engine(ModelConfig(**tiny_model(model_dir))).start() as engine:

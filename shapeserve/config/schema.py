@@ -483,6 +483,19 @@ class HttpConfig(_Frozen):
         16_777_216,
         ge=1,
     )
+    max_inflight_bytes: Int = _field(
+        "Request bodies that a replica holds at a time; while there are more, requests are refused "
+        "with 429.",
+        "bytes",
+        1_073_741_824,
+        ge=1,
+    )
+    max_answer_bytes: Int = _field(
+        "Requests whose output tensors would be larger are refused with 400.",
+        "bytes",
+        268_435_456,
+        ge=1,
+    )
     proxy: Literal["fast", "default"] = _field(
         "`fast` uses Ray Serve's HAProxy and throughput flags, `default` its Python proxy.",
         "word",
@@ -509,6 +522,18 @@ class HttpConfig(_Frozen):
                 f"with proxy default, gRPC cannot listen on {self.host} alone; use proxy fast, or "
                 "host 127.0.0.1 or 0.0.0.0",
                 "grpc_port",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _room_for_one_body(self) -> Self:
+        # Twice, because a compressed body is held beside what it becomes.
+        if self.max_inflight_bytes < 2 * self.max_body_bytes:
+            raise problem(
+                f"max_inflight_bytes {self.max_inflight_bytes} has no room for one body of "
+                f"max_body_bytes {self.max_body_bytes}, compressed and not; use "
+                f"{2 * self.max_body_bytes} or more",
+                "max_inflight_bytes",
             )
         return self
 

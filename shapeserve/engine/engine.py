@@ -13,6 +13,7 @@ from typing import Literal, Self, TypeVar, overload
 
 from shapeserve.batcher import Batch, Batcher, Row
 from shapeserve.buckets import Grid
+from shapeserve.compile.record import CompileRecord, compile_record
 from shapeserve.config import ModelConfig, Policy, ServeConfig
 from shapeserve.engine.build import Built, build, new_runner
 from shapeserve.engine.combine import combine
@@ -222,6 +223,11 @@ class Engine:
     def runner(self) -> ModelRunner:
         """What runs batches on the grid that serves now; for use through :meth:`on_device`."""
         return self._ready_parts().runner
+
+    def compile_record(self) -> CompileRecord:
+        """Return what was compiled, and what serves of that."""
+        built = self._ready_parts()
+        return compile_record(built.spec.name, built.runner.variants, built.monitor, self.metrics)
 
     def on_device(self, job: Callable[[], T]) -> T:
         """Run ``job`` on the device thread, between batches, and return its result."""

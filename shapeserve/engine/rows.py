@@ -81,6 +81,12 @@ class PreparedSample:
     truncated_from: int | None = None
 
     @property
+    def executed(self) -> dict[str, int]:
+        """Row axis -> size that will be executed: all the pieces together, if it is split."""
+        pieces = [row.arrays.sizes for row in self.rows]
+        return {axis: sum(sizes[axis] for sizes in pieces) for axis in self.sizes}
+
+    @property
     def length(self) -> int:
         """Elements that will be executed for it, padding apart."""
         return sum(math.prod(row.arrays.sizes.values()) for row in self.rows)

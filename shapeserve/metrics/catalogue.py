@@ -70,8 +70,10 @@ class RejectReason(StrEnum):
 
     QUEUE_FULL = "queue_full"
     QUEUE_TOKENS = "queue_tokens"
+    QUEUE_BYTES = "queue_bytes"
     TOO_LONG = "too_long"
     TOO_MANY_ROWS = "too_many_rows"
+    TOO_MANY_TOKENS = "too_many_tokens"
     INVALID = "invalid"
     UNKNOWN_MODEL = "unknown_model"
     BODY_TOO_LARGE = "body_too_large"
