@@ -119,10 +119,11 @@ class FakeEngine:
         if self._dead:
             raise Unavailable(self._dead)
 
-    def prepare(self, samples: list[Any], *, over_max: str | None = None) -> list[Any]:
+    def prepare(self, samples: list[Any], *, start: int = 0, **_: Any) -> list[Any]:
         blank = [i for i, s in enumerate(samples) if isinstance(s, str) and not s.strip()]
         if blank:
-            raise InvalidRequest(f"input[{blank[0]}] is blank", param=f"input[{blank[0]}]")
+            param = f"input[{start + blank[0]}]"
+            raise InvalidRequest(f"{param} is blank", param=param, code="empty_input")
         return [FakeSample(sample) for sample in samples]
 
     async def submit_prepared(
@@ -201,7 +202,7 @@ class FakeRanker(FakeEngine):
 
     def prepare(self, samples: list[Any], **options: Any) -> list[Any]:
         texts = [self._scored(sample) for sample in samples]
-        return super().prepare(texts, over_max=options.get("over_max"))
+        return super().prepare(texts, **options)
 
     @staticmethod
     def _scored(sample: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
@@ -20,10 +21,10 @@ from shapeserve.protocols.oip_types import InferRequest
 from shapeserve.protocols.proto import oip_pb2
 from shapeserve.serve.calls import Call, Ledger
 from shapeserve.serve.endpoints.oip import reply_rows
-from shapeserve.serve.service import Service
+from shapeserve.serve.service import Samples, Service
 
 if TYPE_CHECKING:  # at run time it would load torch into the process that builds the application
-    from shapeserve.engine import Engine, PreparedSample, Result
+    from shapeserve.engine import Engine, Result
 
 REQUEST_ID = "x-request-id"
 
@@ -154,15 +155,16 @@ class GrpcFrontend:
     async def _infer(self, request: bytes, call: Call) -> Answer:
         call.set_deadline()
         service = self._service
-        parsed, job, engine, samples = await service.in_worker(self._prepare, request, call)
-        call.limit(job.timeout_s)
+        (parsed, job, engine), samples = await service.prepare(
+            call, partial(self._read, request, call)
+        )
         results = await service.answer(engine.spec.name, samples, call)
         return await service.render(reply_rows(results), _render, parsed, job, engine, results)
 
-    def _prepare(
+    def _read(
         self, request: bytes, call: Call
-    ) -> tuple[InferRequest, oip.Job, Engine, list[PreparedSample]]:
-        """Read, tokenise and route; CPU work, on a worker thread."""
+    ) -> tuple[tuple[InferRequest, oip.Job, Engine], Samples]:
+        """Read a request; CPU work, on a worker thread."""
         message = oip_grpc.parse(request, oip_pb2.ModelInferRequest)
         if REQUEST_ID not in call.headers and http.is_request_id(message.id):
             call.request_id = message.id
@@ -170,7 +172,8 @@ class GrpcFrontend:
         call.model = engine.spec.name
         parsed = oip_grpc.read_infer(message)
         job = oip.read(parsed, engine.spec, max_rows=engine.config.limits.max_rows)
-        return parsed, job, engine, engine.prepare(job.rows, over_max=job.over_max)
+        call.limit(job.timeout_s)
+        return (parsed, job, engine), Samples(engine.spec.name, job.rows, job.over_max)
 
 
 def _render(
