@@ -101,6 +101,19 @@ def test_only_as_much_of_a_text_is_read_as_the_kept_tokens_take(
     assert np.array_equal(read[:256], whole[:256])
 
 
+def test_an_added_token_of_many_words_may_go_on_behind_the_cut(tmp_path: Path) -> None:
+    tiny.write_tokenizer(tmp_path)
+    file, added = tmp_path / "tokenizer.json", "[a b c d e f g h i j k l m]"
+    known = Tokenizer.from_file(str(file))
+    known.add_special_tokens([added])
+    known.save(str(file))
+    tokenizer = TextTokenizer(file, vocab_size=len(tiny.VOCAB) + 1)
+    text = " " * 40 + added + " cat" * 200  # the first look ends in the middle of it
+    read, whole = tokenizer.encode([tokenizer.beginning(text, 8), text])
+    assert whole[1] == len(tiny.VOCAB)
+    assert np.array_equal(read[:8], whole[:8])
+
+
 def test_a_text_without_a_second_word_is_read_whole(tokenizers: Tokenizers) -> None:
     for text in ("x" * 10_000, " " * 10_000, "a" + " " * 10_000):
         assert tokenizers["minilm"].beginning(text, 16) == text

@@ -40,8 +40,9 @@ def serve_command(
 ) -> None:
     """Serve until Ctrl-C or SIGTERM, then finish what is in flight and stop.
 
-    Options given here win over CONFIG.yaml. The service is live at once
-    (/v2/health/live) and ready when every variant is warm (/v2/health/ready).
+    Options given here win over CONFIG.yaml. The service is live a few seconds
+    after the start (/v2/health/live; connections are refused or answered 404
+    before) and ready when every variant is warm (/v2/health/ready).
 
     \b
     Examples:
