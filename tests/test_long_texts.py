@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,17 @@ def test_an_added_token_of_many_words_may_go_on_behind_the_cut(tmp_path: Path) -
 def test_a_text_without_a_second_word_is_read_whole(tokenizers: Tokenizers) -> None:
     for text in ("x" * 10_000, " " * 10_000, "a" + " " * 10_000):
         assert tokenizers["minilm"].beginning(text, 16) == text
+
+
+def test_the_event_loop_goes_on_while_a_long_text_is_looked_at(tokenizers: Tokenizers) -> None:
+    text = " " * 1_000_000
+    looking = threading.Thread(target=tokenizers["minilm"].beginning, args=(text, 256))
+    looking.start()
+    turns = 0
+    while looking.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 30  # each of its five looks would be one turn, and so would what is around them
 
 
 # --- through the engine ---------------------------------------------------------------------------

@@ -134,9 +134,11 @@ class TextTokenizer:
         size = _FIRST_CHARACTERS_PER_TOKEN * tokens
         while size < len(text):
             try:
-                words = self._tokenizer.encode(text[:size], add_special_tokens=False).word_ids
+                # Of a batch, because `encode` holds the interpreter's lock while it works.
+                (look,) = self._tokenizer.encode_batch([text[:size]], add_special_tokens=False)
             except TypeError:  # not valid Unicode, which whoever encodes it is told
                 break
+            words = look.word_ids
             # The last word may go on behind the cut. So may an added token such as [MASK], whose
             # characters may be words while it is not whole.
             last = (words[-1] or 0) - self._longest_added if words else 0
