@@ -208,8 +208,14 @@ class FakeRanker(FakeEngine):
         pairs = [sample for sample in samples if isinstance(sample, TextPair)]
         if options.get("first") and any(not pair.text.strip() for pair in pairs):
             raise InvalidRequest("query is blank", param=options["first"], code="empty_input")
-        texts = [pair.text_pair if isinstance(pair, TextPair) else pair for pair in samples]
+        texts = [self._scored(sample) for sample in samples]
         return super().prepare(texts, **options)
+
+    @staticmethod
+    def _scored(sample: Any) -> Any:
+        if not isinstance(sample, TextPair):
+            return sample
+        return sample.text_pair if sample.text.strip() else sample.text  # blank: to be refused
 
     def _answer(self, words: list[str], index: int) -> Result | RowFailed:
         answer = super()._answer(words, index)
