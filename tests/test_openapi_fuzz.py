@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import schemathesis
-from fake_engine import FakeRanker
+from fake_engine import FakeEngine, FakeRanker, FakeSample
 from schemathesis.checks import CHECKS
 from schemathesis.config import SchemathesisConfig
 from test_frontend import Service
@@ -16,7 +16,21 @@ from shapeserve.serve.admin import Guard
 
 TOKEN = "a-token"
 TIMEOUT, ENCODING = "x-request-timeout-seconds", "content-encoding"
-SERVICE = Service(guard=Guard(TOKEN), max_body_bytes=1_000_000, more={"ranker": FakeRanker})
+
+
+class Deaf(FakeEngine):
+    """Does not do what texts say: Hypothesis finds those words in the source, and sends them."""
+
+    def prepare(self, samples: list[Any], **options: Any) -> list[Any]:
+        return [FakeSample(f"a {sample}") for sample in super().prepare(samples, **options)]
+
+
+class DeafRanker(Deaf, FakeRanker):
+    """The same, scoring pairs."""
+
+
+KINDS = {"mini": Deaf, "other": Deaf, "ranker": DeafRanker}
+SERVICE = Service(guard=Guard(TOKEN), max_body_bytes=1_000_000, more=KINDS)
 
 
 def load(max_examples: int) -> Any:
