@@ -106,6 +106,14 @@ def run(test: Callable[[], Awaitable[Any]]) -> Any:
     return asyncio.run(test())  # type: ignore[arg-type]
 
 
+def test_while_it_drains_calls_are_unavailable(replica: Replica) -> None:
+    call = Call()
+    replica.frontend.drain(lambda: None)
+    assert run(lambda: replica.infer("a", call=call)) is None
+    assert call.code is grpc.StatusCode.UNAVAILABLE
+    assert "stopping" in call.details
+
+
 # --- answers --------------------------------------------------------------------------------------
 
 

@@ -185,6 +185,7 @@ class Preparer:
                     raise InvalidRequest(
                         f"{name} has size {size} along {dim}, expected {max(known, 1)}"
                     )
+            _check_finite(array, name)
             arrays[name] = array
         for axis, least in self._spec.min_length.items():
             if sizes[axis] < least:
@@ -280,6 +281,16 @@ class Preparer:
             region = tuple(slice(*bounds[d]) if isinstance(d, str) else slice(None) for d in dims)
             arrays[name] = array[region]
         return RowArrays(arrays, {axis: end - start for axis, (start, end) in bounds.items()})
+
+
+def _check_finite(array: np.ndarray, name: str) -> None:
+    """Refuse NaN and infinity: the answer would be none either, and look like our fault."""
+    if array.dtype.kind != "f" or np.isfinite(array).all():
+        return
+    first = np.argwhere(~np.isfinite(array))[0]
+    raise InvalidRequest(
+        f"{name} holds {array[tuple(first)]} at {first.tolist()}; send finite numbers"
+    )
 
 
 def _as_array(value: Any, spec: TensorSpec) -> np.ndarray | None:

@@ -94,6 +94,10 @@ class GrpcFrontend:
         An error is set on the context and not raised: Ray would log a traceback for each, and
         drop the metadata.
         """
+        with self._service.under_way():
+            return await self._counted(method, request, context)
+
+    async def _counted(self, method: str, request: bytes, context: Context) -> Answer:
         endpoint, handler = self._methods[method]
         call = _call_of(method, endpoint, context)
         try:
@@ -106,6 +110,8 @@ class GrpcFrontend:
             answer, outcome = _fail(error, context)
         except Exception:
             answer, outcome = _fail(self._ledger.fail(call), context)
+        finally:
+            self._service.bodies.release(call)
         self._ledger.record(call, outcome)
         trailing = {**answer.metadata, REQUEST_ID: call.request_id}
         context.set_trailing_metadata(list(trailing.items()))
@@ -152,8 +158,10 @@ class GrpcFrontend:
         return self._service.engines[info.name]
 
     async def _infer(self, request: bytes, call: Call) -> Answer:
-        call.set_deadline()
         service = self._service
+        service.check_open()
+        call.set_deadline()
+        service.bodies.hold(call, len(request))
         parsed, job, engine, samples = await service.in_worker(self._prepare, request, call)
         call.limit(job.timeout_s)
         results = await service.answer(engine.spec.name, samples, call)
@@ -170,7 +178,10 @@ class GrpcFrontend:
         call.model = engine.spec.name
         parsed = oip_grpc.read_infer(message)
         job = oip.read(parsed, engine.spec, max_rows=engine.config.limits.max_rows)
-        return parsed, job, engine, engine.prepare(job.rows, over_max=job.over_max)
+        samples = engine.prepare(job.rows, over_max=job.over_max)
+        sizes = [sample.executed for sample in samples]
+        oip.check_answer(job, sizes, self._service.max_answer_bytes)
+        return parsed, job, engine, samples
 
 
 def _render(
