@@ -211,7 +211,7 @@ def _compared(
     unguarded = config.model_copy(
         update={"rare_shapes": {axis: rule.model_copy(update={"max_padding_waste": 1.0})}}
     )
-    ladders = {"pow2": _powers_of_two(end), "pad_to_max": (end,)}
+    ladders = {"pow2": powers_of_two(end), "pad_to_max": (end,)}
     return {
         name: _executed(
             _dispatcher(unguarded, spec, Grid((axis,), (Bucket(((axis, s),)) for s in sizes))),
@@ -239,7 +239,7 @@ def _repeated(pieces: tuple[int, ...], rows: int) -> dict[int, int]:
     return {length: count * rows for length, count in Counter(pieces).items()}
 
 
-def _powers_of_two(end: int) -> tuple[int, ...]:
+def powers_of_two(end: int) -> tuple[int, ...]:
     """Return 1, 2, 4 ... below ``end``, and ``end``."""
     return (*(2**i for i in range(math.ceil(math.log2(end)))), end)
 

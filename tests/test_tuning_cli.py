@@ -1,0 +1,162 @@
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from shapeserve.cli import main
+from shapeserve.config import ServeConfig, parse_policy
+from shapeserve.tuning import CostPoint, CostTable
+
+TRACES = Path(__file__).parent.parent / "benchmarks" / "data" / "traces"
+TEXTS = TRACES / "enc_rag_mix.csv.gz"
+IMAGES = TRACES / "taco_phone_photos.csv.gz"
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def test_help_of_tune_has_examples() -> None:
+    result = run("tune", "--help")
+    assert result.exit_code == 0
+    assert "Examples:\n" in result.stdout
+
+
+def test_tune_compares_the_proposal_with_what_people_use() -> None:
+    result = run("tune", "--trace", TEXTS, "-k", "8", "--max-length", "512")
+    assert result.exit_code == 0
+    words = (
+        "today's default",
+        "powers of two",
+        "multiples of 64",
+        "pad to the longest",
+        "proposed",
+    )
+    assert all(word in result.stdout for word in words)
+    assert "19366 rows, seq; halves by row order" in result.stdout
+    assert "analytic: MiniLM on two CPU cores" in result.stdout.replace("\n", " ")
+
+
+def test_tune_json_has_the_stable_keys_and_goes_to_stdout_alone() -> None:
+    result = run("tune", "--trace", TEXTS, "-k", "8", "--max-length", "512", "--json", "-")
+    data = json.loads(result.stdout)
+    assert data["rows"] == 19366
+    assert len(data["buckets"]) <= 8
+    assert data["buckets"][-1] == 512
+    assert set(data["waste"]) == {"proposed", "pow2", "multiple_64", "pad_to_max"}
+    for halves in data["waste"].values():
+        assert set(halves) == {"first_half", "second_half"}
+        assert all(0 <= share < 1 for share in halves.values())
+    assert data["details"]["shapes"]["pow2"] == 10
+    assert data["details"]["unseen_waste_by_shapes"] == {}
+
+
+def test_tune_without_k_says_how_it_chose(tmp_path: Path) -> None:
+    target = tmp_path / "tune.json"
+    result = run("tune", "--trace", TEXTS, "--max-length", "512", "--json", target)
+    assert "no larger number took away" in result.stdout
+    details = json.loads(target.read_text())["details"]
+    assert len(details["unseen_waste_by_shapes"]) == 32
+    assert 8 < details["shapes"]["proposed"] < 32
+
+
+def test_a_policy_file_is_the_policy_block_of_a_config(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    result = run(
+        "tune",
+        "--trace",
+        TEXTS,
+        "-k",
+        "6",
+        "--max-length",
+        "256",
+        "--align",
+        "8",
+        "--include",
+        "24",
+        "--out",
+        path,
+    )
+    assert result.exit_code == 0
+    policy = yaml.safe_load(path.read_text())
+    sizes = policy["seq"]["explicit"]
+    assert 24 in sizes
+    assert all(size % 8 == 0 for size in sizes)
+    model = {
+        "import": "nowhere:factory",
+        "inputs": {"x": {"dtype": "float32", "dims": ["batch", "seq"]}},
+        "outputs": {"y": {"dtype": "float32", "dims": ["batch"]}},
+        "limits": {"max_length": 256},
+        "policy": policy,
+    }
+    config = ServeConfig.from_dict({"models": [model]})
+    assert config.models[0].policy == parse_policy(policy)
+    assert "enc_rag_mix.csv.gz (19366 rows)" in path.read_text()
+
+
+def test_two_axes_get_sizes_for_each_and_the_gap_of_the_search(tmp_path: Path) -> None:
+    target = tmp_path / "tune.json"
+    result = run("tune", "--trace", IMAGES, "-k", "8", "--json", target)
+    assert "two axes are searched: no better one saves more than" in result.stdout
+    assert "device-s" not in result.stdout
+    buckets = json.loads(target.read_text())["buckets"]
+    assert set(buckets) == {"height", "width"}
+    assert len(buckets["height"]) * len(buckets["width"]) <= 8
+
+
+def test_a_histogram_says_that_it_has_no_order(data_dir: Path) -> None:
+    result = run("tune", "--trace", data_dir / "q_xquad.csv.gz", "-k", "4", "--axis", "frames")
+    assert "1190 rows, frames; a histogram has no order: halves at random" in result.stdout
+
+
+def test_measured_costs_are_used_and_named(tmp_path: Path) -> None:
+    points = tuple(CostPoint((("batch", 1), ("seq", n)), 0.01 * n * n) for n in (8, 64, 512))
+    path = tmp_path / "costs.json"
+    CostTable({"model": "toy"}, ("batch", "seq"), points).write(path)
+    arguments = ("tune", "--trace", TEXTS, "-k", "6", "--objective", "seconds", "--json", "-")
+    measured = json.loads(run(*arguments, "--costs", path).stdout)
+    assert "measured: 3 batches" in measured["details"]["cost"]
+    assert measured["buckets"] != json.loads(run(*arguments).stdout)["buckets"]
+
+
+BAD = {
+    "no trace": (("-k", "4"), "Missing option '--trace'"),
+    "no file": (("--trace", "none.csv"), "none.csv: cannot be read: No such file"),
+    "k of 0": (("--trace", TEXTS, "-k", "0"), "0 is not in the range"),
+    "axis of two": (("--trace", IMAGES, "--axis", "seq"), "this trace has height, width"),
+    "axis batch": (("--trace", TEXTS, "--axis", "batch"), "--axis batch: it names the row axis"),
+    "include too long": (("--trace", TEXTS, "--include", "9999"), "seq ends at 512"),
+    "seconds of pixels": (
+        ("--trace", IMAGES, "--objective", "seconds"),
+        "analytic cost is for tokens",
+    ),
+    "variant cost of padding": (
+        ("--trace", TEXTS, "--variant-cost-s", "1"),
+        "use it with --objective",
+    ),
+    "no costs": (("--trace", TEXTS, "--costs", "none.json"), "none.json: cannot be read"),
+    "out": (
+        ("--trace", TEXTS, "-k", "2", "--out", "/none/p.yaml"),
+        "--out /none/p.yaml: cannot be",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_input_of_tune_exits_with_2_and_one_message(
+    arguments: tuple[str | Path, ...], message: str
+) -> None:
+    result = run("tune", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_bad_row_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text("t_s,len\n0,5\n1,zero\n")
+    result = run("tune", "--trace", path)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "bad.csv:3: len='zero'" in result.stderr
