@@ -17,6 +17,12 @@ from dataclasses import dataclass
 BATCH = "batch"
 TOKENS = "tokens"
 
+MIN_ROW_TOKENS = 4
+"""A packed row takes at least this much of a bucket, so one of n tokens has n/4 rows at most.
+
+The number of rows decides the size of offsets and outputs; a text of two words has 4 tokens.
+"""
+
 Shape = Mapping[str, int]
 """Axis name -> size."""
 

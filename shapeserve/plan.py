@@ -21,7 +21,7 @@ from shapeserve.models.spec import ModelSpec
 from shapeserve.policy import Device, explain_default, grid_for, packed_grid
 
 # [CLS] and [SEP]: what each piece of a split text spends again. Exact for BERT-like tokenizers.
-_SPECIAL_TOKENS = 2
+SPECIAL_TOKENS = 2
 
 # Hidden states of the largest bucket that the pool of all captures holds. Measured on an H200 with
 # MiniLM and BERT-base in bf16, packed and padded, to 8,192 and 16,384 tokens: 9.3 to 11.3 for the
@@ -245,7 +245,7 @@ def powers_of_two(end: int) -> tuple[int, ...]:
 
 
 def _dispatcher(config: ModelConfig, spec: ModelSpec, grid: Grid) -> Dispatcher:
-    overhead = {"seq": _SPECIAL_TOKENS} if spec.task == "embed" else None
+    overhead = {"seq": SPECIAL_TOKENS} if spec.task == "embed" else None
     return Dispatcher(
         grid,
         config.rare_shapes,

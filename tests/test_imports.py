@@ -113,7 +113,7 @@ def test_the_decision_modules_load_neither_torch_nor_ray() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["batcher", "models.spec", "protocols", "traces", "plan", "tuning", "cli"]
+    "name", ["batcher", "lanes", "models.spec", "protocols", "traces", "plan", "tuning", "cli"]
 )
 def test_what_needs_no_device_loads_neither_torch_nor_ray(name: str) -> None:
     assert loaded_by(f"import shapeserve.{name}") == set()

@@ -18,8 +18,9 @@ def run(*arguments: str | Path) -> Result:
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
-def test_help_of_tune_has_examples() -> None:
-    result = run("tune", "--help")
+@pytest.mark.parametrize("command", ["tune", "simulate"])
+def test_help_of_the_tuner_has_examples(command: str) -> None:
+    result = run(command, "--help")
     assert result.exit_code == 0
     assert "Examples:\n" in result.stdout
 
@@ -160,3 +161,92 @@ def test_a_bad_row_is_refused_with_its_line(tmp_path: Path) -> None:
     result = run("tune", "--trace", path)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "bad.csv:3: len='zero'" in result.stderr
+
+
+# --- simulate
+
+SERVICE = """
+models:
+- name: toy
+  import: nowhere:factory
+  inputs: {x: {dtype: int64, dims: [batch, seq]}}
+  outputs: {y: {dtype: float32, dims: [batch]}}
+  policy: {seq: {explicit: [8, 64]}, batch: {explicit: [1, 2, 4]}}
+- name: other
+  import: nowhere:factory
+  inputs: {x: {dtype: int64, dims: [batch, height, width]}}
+  outputs: {y: {dtype: float32, dims: [batch]}}
+  limits: {max_length: 64}
+serve: {replicas: 2}
+"""
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Path:
+    path = tmp_path / "service.yaml"
+    path.write_text(SERVICE)
+    return path
+
+
+@pytest.fixture
+def arrivals(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.csv"
+    path.write_text("t_s,len\n" + "".join(f"{i // 4},{1 + i % 60}\n" for i in range(200)))
+    return path
+
+
+def test_simulate_says_what_will_happen(service: Path, arrivals: Path) -> None:
+    result = run("simulate", service, "--model", "toy", "--trace", arrivals)
+    assert result.exit_code == 0
+    for word in ("toy on cpu, 6 buckets, p2c", "utilisation", "latency p99", "padding_seq"):
+        assert word in result.stdout
+    assert "batch=1,seq=8" in result.stdout
+    assert "device time is analytic" in result.stdout.replace("\n", " ")
+
+
+def test_simulate_json_counts_every_row_and_takes_replicas_from_the_configuration(
+    service: Path, arrivals: Path
+) -> None:
+    arguments = ("simulate", service, "--model", "toy", "--trace", arrivals, "--json", "-")
+    data = json.loads(run(*arguments).stdout)
+    assert (data["rows"], data["answered"], data["replicas"]) == (200, 200, 2)
+    assert data["elements"]["real"] == sum(1 + i % 60 for i in range(200))
+    assert set(data["latency_s"]) == {"mean", "p50", "p90", "p99"}
+    assert data["waste"]["all"] == pytest.approx(
+        data["waste"]["padding_seq"] + data["waste"]["padding_batch"]
+    )
+    more = json.loads(
+        run(*arguments, "--replicas", "5", "--routing", "affinity", "--speed", "10").stdout
+    )
+    assert more["replicas"] == 5
+    assert more["span_s"] < data["span_s"] / 9
+
+
+def test_a_tuned_policy_is_simulated_as_it_was_written(tmp_path: Path, service: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    run("tune", "--trace", TEXTS, "-k", "5", "--max-length", "64", "--out", policy)
+    data = yaml.safe_load(service.read_text())
+    data["models"] = [data["models"][0] | {"policy": yaml.safe_load(policy.read_text())}]
+    service.write_text(yaml.safe_dump(data))
+    result = run("simulate", service, "--trace", TEXTS, "--device", "cuda", "--json", "-")
+    outcome = json.loads(result.stdout)
+    sizes = data["models"][0]["policy"]["seq"]["explicit"]
+    ran = {int(label.split("seq=")[1]) for label in outcome["batches"] if label != "none"}
+    assert ran <= set(sizes)
+    assert max(ran) == 64
+    assert outcome["fallbacks"]["over_max"] > 0
+
+
+def test_simulate_asks_which_of_several_models(service: Path, arrivals: Path) -> None:
+    result = run("simulate", service, "--trace", arrivals)
+    assert result.exit_code == 2
+    assert "--model not given: 2 models match; choose one of toy, other" in result.stderr
+    result = run("simulate", service, "--trace", arrivals, "--model", "other")
+    assert result.exit_code == 2
+    assert "the trace has the axes seq, other has height, width" in result.stderr
+
+
+def test_a_histogram_cannot_be_simulated(service: Path, data_dir: Path) -> None:
+    result = run("simulate", service, "--model", "toy", "--trace", data_dir / "q_xquad.csv.gz")
+    assert result.exit_code == 2
+    assert "a histogram has no times" in result.stderr

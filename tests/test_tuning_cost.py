@@ -1,4 +1,5 @@
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,8 @@ def test_an_analytic_cost_is_launch_plus_elements_plus_pairs() -> None:
     assert cost.seconds({"tokens": 12}) == pytest.approx(1 + 1.2)
     assert cost.seconds({"tokens": 12}, pairs=50) == pytest.approx(1 + 1.2 + 0.5)
     assert cost.overhead_elements == 10
+    assert Formula(1.0, 0.0, 0.0, "launches only").overhead_elements == math.inf
+    assert Formula(0.0, 0.0, 1.0, "pairs only").overhead_elements == 0
 
 
 def test_the_analytic_costs_are_near_what_was_measured() -> None:

@@ -8,10 +8,9 @@ import click
 import yaml
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from shapeserve.cli.common import json_option, write_json
+from shapeserve.cli.common import json_option, progress_bar, write_json
 from shapeserve.config import parse_policy
 from shapeserve.errors import ConfigError
 from shapeserve.policy import Device
@@ -110,13 +109,8 @@ def tune_command(
         device=device,
         variant_cost_s=variant_cost_s,
     )
-    with _progress() as bar:
-        task = bar.add_task("fitting", total=None)
-        proposal = propose(
-            traffic,
-            request,
-            on_step=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+    with progress_bar("fitting") as on_step:
+        proposal = propose(traffic, request, on_step)
     if out is not None:
         _write_policy(proposal, out, trace)
     if json_target is not None:
@@ -134,19 +128,6 @@ def _named(traffic: Traffic, axis: str | None) -> Traffic:
             f"trace has {', '.join(traffic.axes)}"
         )
     return traffic.renamed(axis)
-
-
-def _progress() -> Progress:
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
 
 
 def _write_policy(proposal: Proposal, path: str, trace: str) -> None:

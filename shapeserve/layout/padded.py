@@ -13,11 +13,10 @@ from math import prod
 import numpy as np
 import torch
 
-from shapeserve.buckets import BATCH
 from shapeserve.layout.base import Forward, Reading
 from shapeserve.layout.rows import RowArrays
 from shapeserve.layout.transfer import SLOTS, Download, Streams, Upload
-from shapeserve.metrics import REAL
+from shapeserve.metrics import padding
 from shapeserve.models.spec import ModelSpec, TensorSpec
 
 _Index = tuple[int | slice, ...]
@@ -111,40 +110,8 @@ class PaddedLayout:
         return results
 
     def split(self, rows: Sequence[RowArrays], sizes: Mapping[str, int]) -> dict[str, int]:
-        """Split the executed area into real elements and padding; see :func:`padding`."""
+        """Split the executed area into real elements and the padding of each axis."""
         return padding(self._spec.axes, rows, sizes)
-
-
-def padding(
-    axes: Sequence[str], rows: Sequence[RowArrays], sizes: Mapping[str, int]
-) -> dict[str, int]:
-    """Split an executed area into ``real`` elements and ``padding_<axis>`` for each axis.
-
-    A row's padding belongs to the innermost axis first: along ``width`` only the rows that are
-    real in ``height`` count, along ``height`` whole lines of the bucket; filler rows are padding
-    along ``batch``. The values add up to the product of ``sizes``.
-    """
-    row_axes = [axis for axis in axes if axis != BATCH]
-    row_area = prod(sizes[axis] for axis in row_axes)
-    filler = (sizes[BATCH] - len(rows)) * row_area
-    if len(row_axes) == 1:
-        (axis,) = row_axes
-        real = sum(row.sizes[axis] for row in rows)
-        return {
-            REAL: real,
-            f"padding_{BATCH}": filler,
-            f"padding_{axis}": len(rows) * row_area - real,
-        }
-    split = {REAL: 0, f"padding_{BATCH}": filler, **{f"padding_{axis}": 0 for axis in row_axes}}
-    for row in rows:
-        split[REAL] += prod(row.sizes[axis] for axis in row_axes)
-        outer = 1
-        inner = row_area
-        for axis in row_axes:
-            inner //= sizes[axis]
-            split[f"padding_{axis}"] += outer * (sizes[axis] - row.sizes[axis]) * inner
-            outer *= row.sizes[axis]
-    return split
 
 
 def _upload(spec: TensorSpec, capacity: int, streams: Streams) -> Upload:

@@ -13,9 +13,9 @@ import torch
 
 from shapeserve.buckets import BATCH
 from shapeserve.layout.base import Forward
-from shapeserve.layout.padded import padding
 from shapeserve.layout.rows import RowArrays
 from shapeserve.layout.tokens import TokenLayout
+from shapeserve.metrics import padding
 from shapeserve.models.spec import TensorSpec
 from shapeserve.ops import pad_ragged, unpad_ragged
 

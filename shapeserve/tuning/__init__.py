@@ -2,11 +2,16 @@
 
 from shapeserve.tuning.cost import ANALYTIC, Cost, Formula
 from shapeserve.tuning.fit import Fit, Ladders, Rules, fit, waste
+from shapeserve.tuning.fleet import ROUTINGS, Routing
+from shapeserve.tuning.outcome import Outcome
 from shapeserve.tuning.propose import Objective, Proposal, Request, Scored, propose
+from shapeserve.tuning.served import Served
+from shapeserve.tuning.simulate import simulate
 from shapeserve.tuning.table import CostPoint, CostTable
 
 __all__ = [
     "ANALYTIC",
+    "ROUTINGS",
     "Cost",
     "CostPoint",
     "CostTable",
@@ -14,11 +19,15 @@ __all__ = [
     "Formula",
     "Ladders",
     "Objective",
+    "Outcome",
     "Proposal",
     "Request",
+    "Routing",
     "Rules",
     "Scored",
+    "Served",
     "fit",
     "propose",
+    "simulate",
     "waste",
 ]

@@ -54,7 +54,9 @@ class Formula:
     @property
     def overhead_elements(self) -> float:
         """Cost of a launch, in padded elements."""
-        return self.launch_s / self.linear_s if self.linear_s else 0.0
+        if self.linear_s:
+            return self.launch_s / self.linear_s
+        return math.inf if self.launch_s else 0.0
 
     def seconds(self, sizes: Sizes, pairs: float | None = None) -> float:
         """Return the seconds of one batch; see :class:`Cost`."""
