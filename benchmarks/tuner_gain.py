@@ -94,7 +94,6 @@ def measure(name: str, traffic: Traffic) -> dict[str, Any]:
     speed = half_busy(second, ladders[USUAL["pow2"]], cost, batch_elements)
     found = {}
     for policy, made in ladders.items():
-        console.print(f"  {policy}", end="\r")
         found[policy] = {
             "row_shapes": math.prod(map(len, made.values())),
             "waste": waste(second, made),

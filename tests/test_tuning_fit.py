@@ -214,6 +214,20 @@ def test_two_axes_lie_between_their_bound_and_a_small_gap(
     assert made.cost <= 1.25 * optimum  # it is a search: sometimes it misses, never by much
 
 
+def test_two_axes_with_a_cost_of_their_own_are_fitted_to_it() -> None:
+    rng = np.random.default_rng(0)
+    traffic = traffic_of(*(tuple(row) for row in rng.integers(1, 17, (60, 2)).tolist()))
+    ends = {"height": 16, "width": 16}
+    steep = Rules(ends, row_cost=lambda areas: areas**4)
+    made = fit(traffic, steep, [6], expect_longer=False)[6]
+    plain = fit(traffic, Rules(ends), [6], expect_longer=False)[6]
+    assert made.cost == (executed(traffic, made.ladders) ** 4).sum()
+    assert made.cost < (executed(traffic, plain.ladders) ** 4).sum()
+    assert made.bound <= made.cost
+    dear = fit(traffic, Rules(ends, variant_cost=1e6), [6], expect_longer=False)[6]
+    assert (dear.shapes, dear.cost) == (1, 60 * 256 + 1e6)
+
+
 def test_two_axes_share_the_shapes_as_the_traffic_needs_them() -> None:
     rows = [(height, 64) for height in (8, 16, 24, 32)]
     made = fit(traffic_of(*rows), Rules({"height": 32, "width": 64}), [4])[4]

@@ -222,14 +222,16 @@ def demand_beside(
 
     Rows are counted by the smallest size that rules allow for them, and by their width.
     """
-    lengths = traffic.sizes[:, traffic.axes.index(axis)]
+    lengths, rows = traffic.sizes[:, traffic.axes.index(axis)], traffic.counts
+    if rules.row_cost is None:  # a row twice as wide costs what two rows do
+        rows, beside = rows * beside, np.ones(len(lengths))
     widths, classes = np.unique(beside, return_inverse=True)
     edges = np.array(rules.edges(axis))
     aligned = -(-lengths // rules.align) * rules.align
     needed = np.minimum(aligned, edges[np.searchsorted(edges, lengths)])
     sizes = np.union1d(needed, edges)
     counts = np.zeros((len(sizes), len(widths)))
-    np.add.at(counts, (np.searchsorted(sizes, needed), classes), traffic.counts)
+    np.add.at(counts, (np.searchsorted(sizes, needed), classes), rows)
     return Demand(
         sizes=sizes,
         counts=counts,
