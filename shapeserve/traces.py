@@ -34,6 +34,7 @@ SEQ = "seq"
 # Far above what any model takes or anybody counts; keeps sums of products exact in a double.
 _MAX_SIZE = 2**31 - 1
 _MAX_COUNT = 10**12
+_EXACT_ROWS = 10**9
 
 # One numbered data line: (line number, its fields as text).
 _Line = tuple[int, Sequence[str]]
@@ -75,7 +76,7 @@ class Traffic:
         return replace(self, sizes=np.minimum(self.sizes, most))
 
     def halves(self, seed: int = 0) -> tuple[Self, Self]:
-        """Return the first and the second half by row order; the second is larger by at most 1.
+        """Return the first and the second half by row order; the second may have one row more.
 
         A histogram has no order: its rows are dealt out at random, the same way for one ``seed``.
 
@@ -89,7 +90,10 @@ class Traffic:
             return self._part(slice(None, middle)), self._part(slice(middle, None))
         rng = np.random.default_rng(seed)
         whole = self.counts.astype(np.int64)
-        first = rng.multivariate_hypergeometric(whole, self.rows // 2, method="marginals")
+        if self.rows < _EXACT_ROWS:
+            first = rng.multivariate_hypergeometric(whole, self.rows // 2, method="marginals")
+        else:  # numpy deals no more; a coin for each row gives halves equal to 1 in 10,000
+            first = rng.binomial(whole, 0.5)
         return self._counted(first), self._counted(whole - first)
 
     def _part(self, part: slice) -> Self:

@@ -73,6 +73,13 @@ def test_halves_of_a_histogram_are_dealt_at_random_and_add_up() -> None:
     assert histogram.halves()[0].counts.tolist() == first.counts.tolist()
 
 
+def test_a_histogram_of_billions_of_rows_is_dealt_too() -> None:
+    histogram = Traffic(("seq",), np.array([[4], [9]]), np.array([3e9, 1e12]))
+    first, second = histogram.halves()
+    assert first.rows + second.rows == histogram.rows
+    assert first.counts / histogram.counts == pytest.approx([0.5, 0.5], abs=1e-3)
+
+
 def test_clipping_keeps_every_row() -> None:
     assert traffic_of(5, 100).clipped({"seq": 8}).sizes[:, 0].tolist() == [5, 8]
 
