@@ -26,12 +26,13 @@ from shapeserve.errors import ConfigError
 from shapeserve.traces import Traffic, read_traffic
 from shapeserve.tuning import (
     ANALYTIC,
+    Buckets,
     Cost,
     Formula,
-    Ladders,
     Request,
     Served,
     propose,
+    row_shapes,
     simulate,
     waste,
 )
@@ -61,9 +62,9 @@ PIXEL_COST = Formula(
 console = Console(highlight=False)
 
 
-def model(ladders: Ladders, batch_elements: int) -> ModelConfig:
+def model(buckets: Buckets, batch_elements: int) -> ModelConfig:
     """Return a model with these buckets, in which no row leaves the grid."""
-    axes = list(ladders)
+    axes = [axis for key in buckets for axis in key.split(",")]
     guard = {"max_padding_waste": 1.0}
     limits = {
         "max_batch_tokens": batch_elements,
@@ -74,7 +75,10 @@ def model(ladders: Ladders, batch_elements: int) -> ModelConfig:
         "import": "benchmarks.tuner_gain:none",  # never imported: only its shape is simulated
         "inputs": {"x": {"dtype": "float32", "dims": ["batch", *axes]}},
         "outputs": {"y": {"dtype": "float32", "dims": ["batch", 1]}},
-        "policy": {axis: {"explicit": list(sizes)} for axis, sizes in ladders.items()},
+        "policy": {
+            key: {"shapes" if "," in key else "explicit": list(entries)}
+            for key, entries in buckets.items()
+        },
         "rare_shapes": dict.fromkeys(axes, guard),
         "limits": limits,
     }
@@ -87,51 +91,51 @@ def measure(name: str, traffic: Traffic) -> dict[str, Any]:
     ends = dict.fromkeys(traffic.axes, IMAGE_ENDS[name] if image else ENDS.get(name, END))
     traffic = traffic.clipped(ends)
     _, second = traffic.halves()
-    ladders = policies(traffic, max(ends.values()))
+    buckets = policies(traffic, max(ends.values()))
     cost: Cost = PIXEL_COST if image else ANALYTIC["cpu"]
     area = math.prod(ends.values())
     batch_elements = BATCH_IMAGES * area if image else max(BATCH_ELEMENTS, area)
-    speed = half_busy(second, ladders[USUAL["pow2"]], cost, batch_elements)
+    speed = half_busy(second, buckets[USUAL["pow2"]], cost, batch_elements)
     found = {}
-    for policy, made in ladders.items():
+    for policy, made in buckets.items():
         found[policy] = {
-            "row_shapes": math.prod(map(len, made.values())),
+            "row_shapes": row_shapes(made),
             "waste": waste(second, made),
             **simulated(second, made, cost, batch_elements, speed),
         }
         if policy in OURS.values():
-            found[policy]["sizes"] = {axis: list(sizes) for axis, sizes in made.items()}
+            found[policy]["buckets"] = {key: list(entries) for key, entries in made.items()}
     about = {"rows": second.rows, "max_length": max(ends.values()), "speed": speed}
     return {**about, "cost": cost.source, "policies": found}
 
 
-def policies(traffic: Traffic, end: int) -> dict[str, Ladders]:
+def policies(traffic: Traffic, end: int) -> dict[str, Buckets]:
     """Return name -> sizes of every policy."""
     proposals = {k: propose(traffic, Request(shapes=k, max_length=end)) for k in SHAPES}
     usual = proposals[SHAPES[0]].compared
     return {
-        **{title: usual[name].ladders for name, title in USUAL.items()},
-        **{OURS[shapes]: made.proposed.ladders for shapes, made in proposals.items()},
+        **{title: usual[name].buckets for name, title in USUAL.items()},
+        **{OURS[shapes]: made.proposed.buckets for shapes, made in proposals.items()},
     }
 
 
-def half_busy(traffic: Traffic, ladders: Ladders, cost: Cost, batch_elements: int) -> float:
+def half_busy(traffic: Traffic, buckets: Buckets, cost: Cost, batch_elements: int) -> float:
     """Return the speed at which these sizes keep one device busy for half of the time.
 
     More speed fills batches, which then cost less a row: a few steps settle it.
     """
     speed = 1.0
     for _ in range(4):
-        speed *= BUSY / simulated(traffic, ladders, cost, batch_elements, speed)["offered_load"]
+        speed *= BUSY / simulated(traffic, buckets, cost, batch_elements, speed)["offered_load"]
     return speed
 
 
 def simulated(
-    traffic: Traffic, ladders: Ladders, cost: Cost, batch_elements: int, speed: float
+    traffic: Traffic, buckets: Buckets, cost: Cost, batch_elements: int, speed: float
 ) -> dict[str, Any]:
     """Return what the simulator says, or why it cannot."""
     try:
-        served = Served.from_config(model(ladders, batch_elements), "cpu", cost)
+        served = Served.from_config(model(buckets, batch_elements), "cpu", cost)
     except ConfigError as error:
         return {"not_simulated": str(error)}
     outcome = simulate(served, traffic, speed=speed)

@@ -49,12 +49,14 @@ class Traffic:
         sizes: [rows, axes] int64, each at least 1; in order of arrival if ``times_s`` is there.
         counts: [rows] float64, how many rows each line stands for: 1 in a trace.
         times_s: [rows] float64, seconds since the first row; None for a histogram.
+        named: whether the file names its axes; ``len`` and ``tokens`` could be along any.
     """
 
     axes: tuple[str, ...]
     sizes: np.ndarray
     counts: np.ndarray
     times_s: np.ndarray | None = None
+    named: bool = False
 
     @property
     def rows(self) -> int:
@@ -68,7 +70,7 @@ class Traffic:
 
     def renamed(self, *axes: str) -> Self:
         """Return the same traffic with other names of its axes."""
-        return replace(self, axes=axes)
+        return replace(self, axes=axes, named=True)
 
     def clipped(self, ends: Mapping[str, int]) -> Self:
         """Return the same rows with no size above ``ends`` (axis -> size)."""
@@ -105,6 +107,19 @@ class Traffic:
         return replace(self, sizes=self.sizes[there], counts=counts[there].astype(np.float64))
 
 
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """How many rows have which sizes.
+
+    Attributes:
+        axes: names of the axes; () for one axis that the file does not name (``len``, ``tokens``).
+        rows: size along each axis -> rows, ascending.
+    """
+
+    axes: tuple[str, ...]
+    rows: Mapping[tuple[int, ...], int]
+
+
 def read_traffic(path: str | Path) -> Traffic:
     """Read a trace or a histogram; the axis of one that only says ``len`` or ``tokens`` is seq.
 
@@ -123,25 +138,37 @@ def read_traffic(path: str | Path) -> Traffic:
     for line, (t_s, *fields) in lines:
         times_s.append(_time(path, line, t_s, not_before=times_s[-1] if times_s else 0.0))
         sizes.append([_whole(path, line, *pair) for pair in zip(header[1:], fields, strict=True)])
-    axes = (SEQ,) if header[1:] == (LENGTH,) else header[1:]
-    return Traffic(axes, np.array(sizes, np.int64), np.ones(len(sizes)), np.array(times_s))
+    named = header[1:] != (LENGTH,)
+    axes = header[1:] if named else (SEQ,)
+    ones = np.ones(len(sizes))
+    return Traffic(axes, np.array(sizes, np.int64), ones, np.array(times_s), named)
 
 
 def read_lengths(path: str | Path) -> dict[int, int]:
     """Return length (tokens) -> rows, ascending, of a trace or of a histogram.
 
     Raises:
-        ConfigError: As for ``read_traffic``, or the trace has several axes.
+        ConfigError: As for ``read_traffic``, or the file names its axes.
+    """
+    shapes = read_shapes(path)
+    if shapes.axes:
+        raise ConfigError(
+            f"{path}:1: sizes along {', '.join(shapes.axes)}; a trace of lengths has t_s,len"
+        )
+    return {length: rows for (length,), rows in shapes.rows.items()}
+
+
+def read_shapes(path: str | Path) -> Shapes:
+    """Count the row shapes of a trace, with named axes or without, or of a histogram.
+
+    Raises:
+        ConfigError: As for ``read_traffic``.
     """
     traffic = read_traffic(path)
-    if len(traffic.axes) != 1:
-        raise ConfigError(
-            f"{path}:1: has the axes {', '.join(traffic.axes)}; one is needed here: t_s,len or "
-            "tokens,count"
-        )
-    lengths, places = np.unique(traffic.sizes[:, 0], return_inverse=True)
-    counts = np.bincount(places, traffic.counts)
-    return dict(zip(lengths.tolist(), map(int, counts), strict=True))
+    shapes, places = np.unique(traffic.sizes, axis=0, return_inverse=True)
+    counts = np.bincount(places.ravel(), traffic.counts)
+    rows = dict(zip(map(tuple, shapes.tolist()), map(int, counts), strict=True))
+    return Shapes(traffic.axes if traffic.named else (), rows)
 
 
 def _read(path: str | Path) -> tuple[tuple[str, ...], list[_Line]]:

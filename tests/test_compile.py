@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from shapeserve.buckets import Bucket, Grid
 from shapeserve.compile.breaks import since, snapshot
 from shapeserve.compile.cache import ensure_cache_dir
+from shapeserve.compile.graph import GraphPool
 from shapeserve.compile.monitor import CompileMonitor, classify_recompile
 from shapeserve.compile.program import compiled, freezing
 from shapeserve.compile.variants import Programs, VariantSet, single_pays
@@ -41,9 +42,7 @@ def module() -> torch.nn.Module:
 
 @pytest.fixture
 def monitor() -> CompileMonitor:
-    metrics = Metrics()
-    metrics.preset("m", ["batch=2,seq=8"], ("batch", "seq"))
-    return CompileMonitor(metrics, "m")
+    return monitor_of("m")
 
 
 def ids(batch: int, seq: int) -> torch.Tensor:
@@ -58,9 +57,17 @@ def count(monitor: CompileMonitor, name: str, **labels: str) -> float:
     )
 
 
-def warm_programs(module: torch.nn.Module, **settings: object) -> Programs:
+def monitor_of(model: str, metrics: Metrics | None = None) -> CompileMonitor:
+    metrics = metrics or Metrics()
+    metrics.preset(model, ["batch=2,seq=8"], ("batch", "seq"))
+    return CompileMonitor(metrics, model)
+
+
+def warm_programs(
+    module: torch.nn.Module, monitor: CompileMonitor | None = None, **settings: object
+) -> Programs:
     options = {"tier": Tier.COMPILED, "freeze": False, "backend": "eager", **settings}
-    programs = Programs(module, **options)  # type: ignore[arg-type]
+    programs = Programs(module, monitor=monitor or monitor_of("m"), **options)  # type: ignore[arg-type]
     programs.compile_many(lambda program: program(ids(3, 40)))
     programs.compile_single(lambda program: program(ids(1, 40)))
     return programs
@@ -79,7 +86,7 @@ def test_twelve_programs_of_one_module_each_stay_compiled(
     # One shared code object would hit torch's recompile_limit of 8 and go eager silently.
     with torch.no_grad():
         for _ in range(12):
-            compiled(module, "p", backend="eager")(ids(3, 8))
+            compiled(module, "p", backend="eager", monitor=monitor)(ids(3, 8))
             assert len(monitor.collect(CompilePhase.WARMUP)) == 1
 
 
@@ -87,11 +94,9 @@ def test_twelve_programs_of_one_module_each_stay_compiled(
 @given(shapes=st.lists(st.tuples(st.integers(1, 9), st.integers(2, 70)), min_size=1, max_size=6))
 def test_i2_two_compiles_serve_every_shape(shapes: list[tuple[int, int]]) -> None:
     module = Tokens().eval().requires_grad_(False)
-    metrics = Metrics()
-    metrics.preset("m", ["batch=2,seq=8"], ("batch", "seq"))
-    monitor = CompileMonitor(metrics, "m")
+    monitor = monitor_of("m")
     with torch.no_grad():
-        programs = warm_programs(module)
+        programs = warm_programs(module, monitor)
         assert len(monitor.collect(CompilePhase.WARMUP)) == 2
         for batch, seq in shapes:
             run, tier = programs.for_sizes({"batch": batch, "seq": seq})
@@ -111,7 +116,7 @@ def test_a_planted_recompile_is_counted_with_its_reason_and_logged_once(
     module: torch.nn.Module, monitor: CompileMonitor, caplog: pytest.LogCaptureFixture
 ) -> None:
     with torch.no_grad():
-        programs = warm_programs(module)
+        programs = warm_programs(module, monitor)
         monitor.collect(CompilePhase.WARMUP)
         programs.for_sizes({"batch": 2, "seq": 8})[0](ids(2, 8).to(torch.int32))
         (event,) = monitor.collect(CompilePhase.REQUEST)
@@ -129,12 +134,30 @@ def test_a_compile_of_another_thread_is_not_taken_for_ours(
 
     def compile_there() -> None:
         with torch.no_grad():
-            compiled(module, "there", backend="eager")(ids(2, 8))
+            compiled(module, "there", backend="eager", monitor=monitor)(ids(2, 8))
 
     thread = threading.Thread(target=compile_there)
     thread.start()
     thread.join()
     assert monitor.collect(CompilePhase.REQUEST) == ()
+
+
+def test_a_recompile_is_counted_for_the_model_it_is_of_whoever_collects_first(
+    module: torch.nn.Module,
+) -> None:
+    metrics = Metrics()
+    first, second = monitor_of("first", metrics), monitor_of("second", metrics)
+    with torch.no_grad():
+        programs = warm_programs(module, first)
+        others = warm_programs(module, second)
+        assert len(first.collect(CompilePhase.WARMUP)) == 2
+        assert len(second.collect(CompilePhase.WARMUP)) == 2
+        programs.for_sizes({"batch": 2, "seq": 8})[0](ids(2, 8).to(torch.int32))
+        others.for_sizes({"batch": 2, "seq": 8})[0](ids(2, 8))
+    assert second.collect(CompilePhase.REQUEST) == ()
+    assert len(first.collect(CompilePhase.REQUEST)) == 1
+    assert count(first, "recompiles_total", model="first") == 1
+    assert count(first, "recompiles_total", model="second") == 0
 
 
 @pytest.mark.parametrize(
@@ -202,7 +225,9 @@ def test_a_module_that_breaks_the_graph_still_compiles_and_the_break_has_a_reaso
     monitor: CompileMonitor,
 ) -> None:
     before = snapshot()
-    programs = Programs(Branching(), tier=Tier.COMPILED, freeze=False, backend="eager")
+    programs = Programs(
+        Branching(), tier=Tier.COMPILED, freeze=False, backend="eager", monitor=monitor
+    )
     with torch.no_grad():
         programs.compile_many(lambda program: program(ids(3, 8)))
         run, _ = programs.for_sizes({"batch": 2, "seq": 4})
@@ -212,22 +237,15 @@ def test_a_module_that_breaks_the_graph_still_compiles_and_the_break_has_a_reaso
 
 
 def test_a_recompile_limit_runs_eager_counted_instead_of_silently(
-    module: torch.nn.Module,
+    module: torch.nn.Module, monitor: CompileMonitor
 ) -> None:
-    hits: list[int] = []
-    programs = Programs(
-        module,
-        tier=Tier.COMPILED,
-        freeze=False,
-        backend="eager",
-        on_limit=lambda: hits.append(1),
-    )
+    programs = Programs(module, tier=Tier.COMPILED, freeze=False, backend="eager", monitor=monitor)
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1):
         programs.compile_many(lambda program: program(ids(3, 8)))
         run, _ = programs.for_sizes({"batch": 2, "seq": 4})
         planted = ids(2, 4).to(torch.int32)
         assert torch.allclose(run(planted)[0], module(planted)[0])
-    assert hits == [1]
+    assert monitor.eager_frames == count(monitor, "eager_frames_total") == 1
 
 
 def test_a_cache_directory_that_cannot_be_written_is_replaced_with_a_warning(
@@ -241,6 +259,34 @@ def test_a_cache_directory_that_cannot_be_written_is_replaced_with_a_warning(
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == fresh
     assert "not writable" in caplog.text
     assert ensure_cache_dir() == fresh
+
+
+class FakeStreams:
+    """As torch: so many streams, handed out in turn, equal if they are the same one."""
+
+    def __init__(self, many: int) -> None:
+        self._many = many
+        self._next = 0
+
+    def __call__(self, device: torch.device) -> int:
+        self._next += 1
+        return self._next % self._many
+
+
+def test_grids_that_live_at_the_same_time_never_share_a_capture_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStreams(3))
+    cpu = torch.device("cpu")
+    stays, swapped = GraphPool(cpu), GraphPool(cpu)
+    for _ in range(7):  # a new policy each, warmed beside the old one
+        old, swapped = swapped, GraphPool(cpu)
+        assert len({stays._stream, old._stream, swapped._stream}) == 3
+        del old
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStreams(2))
+    with pytest.raises(RuntimeError, match="serve fewer models"):
+        GraphPool(cpu)
 
 
 class FakePool:

@@ -38,7 +38,7 @@ def test_eight_buckets_of_one_half_serve_the_other_nearly_as_well_as_its_own(nam
     best = fit(second, Rules({"seq": END}), [8], expect_longer=False)[8]
     unseen = proposal.proposed.second_half
     assert proposal.proposed.shapes <= 8
-    assert proposal.optimum_second_half == waste(second, best.ladders)
+    assert proposal.optimum_second_half == waste(second, best.buckets)
     assert unseen - proposal.optimum_second_half <= 0.015
     assert unseen < proposal.compared["pow2"].second_half
     if name == "azure_conv_h1":
@@ -53,11 +53,13 @@ def test_as_many_buckets_as_powers_of_two_waste_at_most_half(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["coco_val2017", "taco_phone_photos"])
-def test_images_are_fitted_within_two_percent_of_the_bound(name: str) -> None:
+def test_eight_shapes_of_images_waste_a_third_of_powers_of_two(name: str) -> None:
     proposal = propose(trace(name), Request(shapes=8))
-    assert proposal.gap < 0.02
+    assert 0 <= proposal.gap < 0.1
     assert proposal.proposed.shapes <= 8
-    assert proposal.proposed.second_half < proposal.compared["pow2"].second_half / 1.5
+    unseen = proposal.proposed.second_half
+    assert unseen < proposal.compared["pow2"].second_half / 3
+    assert unseen - proposal.optimum_second_half < 0.015
 
 
 # --- the proposal
@@ -66,7 +68,7 @@ def test_images_are_fitted_within_two_percent_of_the_bound(name: str) -> None:
 def test_only_the_first_half_is_fitted() -> None:
     one = propose(lengths(*[5, 20] * 50, *[7, 30] * 50, 64), Request(shapes=3, max_length=64))
     other = propose(lengths(*[5, 20] * 50, *[9, 11] * 50, 64), Request(shapes=3, max_length=64))
-    assert one.proposed.ladders == other.proposed.ladders == {"seq": (5, 20, 64)}
+    assert one.proposed.buckets == other.proposed.buckets == {"seq": (5, 20, 64)}
     assert one.proposed.first_half == other.proposed.first_half
     assert one.proposed.second_half != other.proposed.second_half
 
@@ -74,21 +76,21 @@ def test_only_the_first_half_is_fitted() -> None:
 def test_longer_rows_are_clipped_and_not_dropped() -> None:
     proposal = propose(lengths(4, 100, 4, 100), Request(shapes=2, max_length=8))
     assert proposal.rows == 4
-    assert proposal.proposed.ladders == {"seq": (4, 8)}
+    assert proposal.proposed.buckets == {"seq": (4, 8)}
     assert proposal.proposed.second_half == 0
 
 
 def test_the_maximum_is_a_bucket_although_no_row_is_so_long() -> None:
     proposal = propose(lengths(4, 4, 4, 4), Request(shapes=2, max_length=64))
-    assert proposal.proposed.ladders["seq"][-1] == 64
-    assert proposal.compared["pow2"].ladders == {"seq": (1, 2, 4, 8, 16, 32, 64)}
-    assert proposal.compared["multiple_64"].ladders == {"seq": (64,)}
+    assert proposal.proposed.buckets["seq"][-1] == 64
+    assert proposal.compared["pow2"].buckets == {"seq": (1, 2, 4, 8, 16, 32, 64)}
+    assert proposal.compared["multiple_64"].buckets == {"seq": (64,)}
 
 
 def test_powers_of_two_and_multiples_of_64_end_at_the_maximum() -> None:
     compared = propose(lengths(4, 4, 4, 4), Request(shapes=2, max_length=200)).compared
-    assert compared["pow2"].ladders["seq"][-2:] == (128, 200)
-    assert compared["multiple_64"].ladders["seq"] == (64, 128, 192, 200)
+    assert compared["pow2"].buckets["seq"][-2:] == (128, 200)
+    assert compared["multiple_64"].buckets["seq"] == (64, 128, 192, 200)
 
 
 def test_the_number_of_buckets_stops_where_more_do_not_pay() -> None:
@@ -114,17 +116,17 @@ def test_seconds_weigh_a_long_row_more_than_padding_does() -> None:
     quadratic = Formula(0.0, 1e-9, 1.0, "test")
     by_seconds = Request(shapes=2, objective="seconds", cost=quadratic)
     # 50 rows fewer of 500 instead of 400, against 20 rows more of 400 instead of 20
-    assert propose(traffic, by_seconds).proposed.ladders["seq"] == (400, 500)
-    assert propose(traffic, Request(shapes=2)).proposed.ladders["seq"] == (20, 500)
+    assert propose(traffic, by_seconds).proposed.buckets["seq"] == (400, 500)
+    assert propose(traffic, Request(shapes=2)).proposed.buckets["seq"] == (20, 500)
 
 
 def test_a_variant_that_saves_less_than_it_costs_is_left_out() -> None:
     traffic = lengths(*[10, 100] * 100)
     linear = Formula(0.0, 1e-3, 0.0, "test")
     dear = Request(shapes=2, objective="seconds", cost=linear, variant_cost_s=5.0)
-    assert propose(traffic, dear).proposed.ladders["seq"] == (100,)
+    assert propose(traffic, dear).proposed.buckets["seq"] == (100,)
     cheap = Request(shapes=2, objective="seconds", cost=linear, variant_cost_s=4.0)
-    assert propose(traffic, cheap).proposed.ladders["seq"] == (10, 100)
+    assert propose(traffic, cheap).proposed.buckets["seq"] == (10, 100)
 
 
 def test_device_seconds_are_those_of_full_batches() -> None:
@@ -146,7 +148,7 @@ def test_rows_that_the_guard_would_send_to_the_fallback_are_counted() -> None:
 def test_the_policy_is_what_a_configuration_takes() -> None:
     proposal = propose(lengths(4, 9, 4, 9), Request(shapes=2))
     policy = parse_policy(proposal.policy())
-    assert generate_axis(policy["seq"]) == proposal.proposed.ladders["seq"]
+    assert generate_axis(policy["seq"]) == proposal.proposed.buckets["seq"]
 
 
 def test_every_step_is_told() -> None:
@@ -162,7 +164,7 @@ def test_every_step_is_told() -> None:
     ("request_", "message"),
     [
         (Request(shapes=2, include=(16,), max_length=8), r"bucket of 16 .* seq ends at 8"),
-        (Request(shapes=1, include=(4,)), r"1 buckets are too few: 2 row shapes"),
+        (Request(shapes=1, include=(4,)), r"1 buckets are too few: 2 sizes"),
     ],
     ids=["beyond the end", "too few"],
 )

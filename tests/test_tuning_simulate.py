@@ -34,7 +34,8 @@ def one_size(batches: Sequence[int] = (1,), **settings: Any) -> ModelConfig:
 
 def traffic(times_s: Sequence[float], *sizes: int, axes: tuple[str, ...] = ("seq",)) -> Traffic:
     table = np.array(sizes, np.int64).reshape(len(times_s), -1)
-    return Traffic(axes, table, np.ones(len(times_s)), np.array(times_s, float))
+    named = axes != ("seq",)
+    return Traffic(axes, table, np.ones(len(times_s)), np.array(times_s, float), named)
 
 
 # --- the same decisions as the engine

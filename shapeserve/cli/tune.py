@@ -153,8 +153,8 @@ def _print(console: Console, proposal: Proposal, *, ordered: bool) -> None:
     halves = "halves by row order" if ordered else "a histogram has no order: halves at random"
     console.print(f"{proposal.rows} rows, {' x '.join(proposal.axes)}; {halves}")
     console.print(_table(proposal))
-    for axis, sizes in proposed.ladders.items():
-        console.print(f"{axis}: {', '.join(map(str, sizes))}")
+    for key, entries in proposed.buckets.items():
+        console.print(f"{key}: {', '.join(map(_written, entries))}")
     console.print(
         f"as many row shapes, had the second half been known: {proposal.optimum_second_half:.1%}"
     )
@@ -172,6 +172,10 @@ def _print(console: Console, proposal: Proposal, *, ordered: bool) -> None:
         )
     if proposal.cost_source:
         console.print(f"device-s: of the second half in full batches; {proposal.cost_source}")
+
+
+def _written(entry: int | tuple[int, ...]) -> str:
+    return "x".join(map(str, entry)) if isinstance(entry, tuple) else str(entry)
 
 
 def _table(proposal: Proposal) -> Table:

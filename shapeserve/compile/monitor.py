@@ -1,9 +1,12 @@
 """Counts what torch really compiled, per model and phase.
 
-Every program is compiled through :class:`CountingBackend`, which Dynamo calls in the compiling
-thread once for each graph. That marks the thread; after the call returns, :meth:`collect` reads
-Dynamo's own record of those compiles and moves it into the metrics. A call that compiled nothing
-costs one attribute read.
+Every program of a model is compiled through its :meth:`CompileMonitor.counting` backend, which
+Dynamo calls in the compiling thread once for each graph. That leaves a mark of the model and the
+thread; after the call returns, :meth:`CompileMonitor.collect` reads Dynamo's own record of those
+compiles and moves it into the metrics. A call that compiled nothing costs one attribute read.
+
+The marks belong to the monitor, not to the thread alone: several models share a device thread, and
+a compile that nobody has collected yet (its call raised, for example) is not the next one's.
 
 Why not ``torch._dynamo.callback``: its start callback fires only for the outermost pending compile
 of the *process*, so a recompile beside a background compile of another thread would be missed.
@@ -40,6 +43,9 @@ log = logging.getLogger("shapeserve.compile")
 _RECORDS_KEPT = 4096
 
 
+Compiler = Callable[..., Any]
+
+
 class _ThreadMarks(threading.local):
     """Compile ids seen by the backend in this thread since the last ``collect``."""
 
@@ -47,21 +53,19 @@ class _ThreadMarks(threading.local):
         self.compile_ids: set[str] = set()
 
 
-_MARKS = _ThreadMarks()
-
-
-class CountingBackend:
+class _CountingBackend:
     """A Dynamo backend that notes the compile and delegates to the real one."""
 
-    def __init__(self, compiler: Callable[..., Any], name: str) -> None:
+    def __init__(self, compiler: Compiler, name: str, marks: _ThreadMarks) -> None:
         self._compiler = compiler
+        self._marks = marks
         self.__name__ = name  # what Dynamo prints as the backend's name
 
     def __call__(
         self, gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor], **kwargs: Any
     ) -> Any:
         """Note the compile of this thread, then compile."""
-        _MARKS.compile_ids.add(str(CompileContext.current_compile_id()))
+        self._marks.compile_ids.add(str(CompileContext.current_compile_id()))
         return self._compiler(gm, example_inputs, **kwargs)
 
 
@@ -89,14 +93,19 @@ class CompileMonitor:
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._metrics = metrics
         self._model = model
+        self._marks = _ThreadMarks()
         self.eager_frames = 0
         dynamo_utils.set_compilation_metrics_limit(_RECORDS_KEPT)
 
+    def counting(self, compiler: Compiler, name: str) -> Compiler:
+        """Return a Dynamo backend called ``name`` whose compiles are this model's."""
+        return _CountingBackend(compiler, name, self._marks)
+
     def collect(self, phase: CompilePhase) -> tuple[CompileEvent, ...]:
-        """Return and count the compiles of this thread since the last call; empty is the rule."""
-        if not _MARKS.compile_ids:
+        """Count the model's compiles in this thread since the last call; empty is the rule."""
+        if not self._marks.compile_ids:
             return ()
-        ids, _MARKS.compile_ids = _MARKS.compile_ids, set()
+        ids, self._marks.compile_ids = self._marks.compile_ids, set()
         records = {
             str(r.compile_id): r
             for r in dynamo_utils.get_compilation_metrics()

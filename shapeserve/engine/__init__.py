@@ -1,6 +1,17 @@
-"""The engine: one model served through its buckets, without Ray."""
+"""The engine: one model served through its buckets, without Ray; several may share a device."""
 
+from shapeserve.engine.device import DeviceThread
 from shapeserve.engine.engine import Engine
 from shapeserve.engine.rows import PreparedSample, Result, Sample
+from shapeserve.engine.shared import shared_engine
+from shapeserve.models.spec import TextPair
 
-__all__ = ["Engine", "PreparedSample", "Result", "Sample"]
+__all__ = [
+    "DeviceThread",
+    "Engine",
+    "PreparedSample",
+    "Result",
+    "Sample",
+    "TextPair",
+    "shared_engine",
+]

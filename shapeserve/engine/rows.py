@@ -14,10 +14,12 @@ from shapeserve.batcher import Lane, Row
 from shapeserve.errors import ShapeServeError
 from shapeserve.layout import RowArrays
 from shapeserve.metrics import FallbackReason, Mode
+from shapeserve.models.spec import TextPair
 from shapeserve.runner import ModelRunner
 
-Sample = str | Sequence[int] | np.ndarray | Mapping[str, np.ndarray]
-"""What a caller may send: a text, token ids, or arrays by input name without the batch axis."""
+Sample = str | TextPair | Sequence[int] | np.ndarray | Mapping[str, np.ndarray]
+"""What a caller may send: a text, a pair of texts (to a classification model), token ids, or arrays
+by input name without the batch axis."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from shapeserve.buckets import MIN_ROW_TOKENS
 from shapeserve.layout.base import Forward, Layout, Reading, RowOutputs
 from shapeserve.layout.packed import PackedLayout, max_rows
-from shapeserve.layout.padded import PaddedLayout
+from shapeserve.layout.padded import PaddedLayout, positions
 from shapeserve.layout.ragged import RaggedLayout
 from shapeserve.layout.rows import RowArrays
 from shapeserve.layout.tokens import takes_tokens
@@ -19,5 +19,6 @@ __all__ = [
     "RowArrays",
     "RowOutputs",
     "max_rows",
+    "positions",
     "takes_tokens",
 ]

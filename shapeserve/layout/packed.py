@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from shapeserve.buckets import MIN_ROW_TOKENS, TOKENS
+from shapeserve.buckets import MIN_ROW_TOKENS, TOKENS, padding
 from shapeserve.layout.base import Forward
 from shapeserve.layout.rows import RowArrays
 from shapeserve.layout.tokens import TokenLayout
-from shapeserve.metrics import padding
 
 
 def max_rows(tokens: int) -> int:
@@ -38,4 +37,4 @@ class PackedLayout(TokenLayout):
 
     def split(self, rows: Sequence[RowArrays], sizes: Mapping[str, int]) -> dict[str, int]:
         """Split the executed tokens into real ones and the tail."""
-        return padding((TOKENS,), rows, sizes)
+        return padding((TOKENS,), [row.sizes for row in rows], sizes)

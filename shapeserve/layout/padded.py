@@ -13,11 +13,11 @@ from math import prod
 import numpy as np
 import torch
 
+from shapeserve.buckets import BATCH, padding
 from shapeserve.layout.base import Forward, Reading
 from shapeserve.layout.rows import RowArrays
 from shapeserve.layout.transfer import SLOTS, Download, Streams, Upload
-from shapeserve.metrics import padding
-from shapeserve.models.spec import ModelSpec, TensorSpec
+from shapeserve.models.spec import ModelSpec, TensorSpec, size_along
 
 _Index = tuple[int | slice, ...]
 
@@ -110,8 +110,8 @@ class PaddedLayout:
         return results
 
     def split(self, rows: Sequence[RowArrays], sizes: Mapping[str, int]) -> dict[str, int]:
-        """Split the executed area into real elements and the padding of each axis."""
-        return padding(self._spec.axes, rows, sizes)
+        """Split the executed area into real elements and padding; see ``buckets.padding``."""
+        return padding(self._spec.axes, [row.sizes for row in rows], sizes)
 
 
 def _upload(spec: TensorSpec, capacity: int, streams: Streams) -> Upload:
@@ -127,7 +127,9 @@ def _channels(spec: TensorSpec) -> int:
 
 def _region(spec: TensorSpec, sizes: Mapping[str, int]) -> _Index:
     """The part of a row's padded tensor that is real: named dims are cut, fixed ones whole."""
-    return tuple(slice(sizes[d]) if isinstance(d, str) else slice(None) for d in spec.dims[1:])
+    return tuple(
+        slice(size_along(d, sizes)) if isinstance(d, str) else slice(None) for d in spec.dims[1:]
+    )
 
 
 def _at(row: int | slice, rest: _Index) -> _Index:
@@ -145,13 +147,19 @@ def _write_mask(view: np.ndarray, rows: Sequence[RowArrays], spec: TensorSpec) -
     view.fill(0)
     for i, row in enumerate(rows):
         view[_at(i, _region(spec, row.sizes))] = 1
-    view[_at(slice(len(rows), None), (0,) * (view.ndim - 1))] = 1
+    smallest = {dim: 1 for dim in spec.dims if isinstance(dim, str)}
+    view[_at(slice(len(rows), None), _region(spec, smallest))] = 1
 
 
 def _write_positions(view: np.ndarray, rows: Sequence[RowArrays], spec: TensorSpec) -> None:
     # Beyond a row's end the positions stay 0, a valid entry of every position table.
     view.fill(0)
-    axis = spec.dims[1]
     for i, row in enumerate(rows):
-        length = row.sizes[str(axis)]
-        view[i, :length] = np.arange(length)
+        view[_at(i, _region(spec, row.sizes))] = positions(spec, row.sizes)
+
+
+def positions(spec: TensorSpec, sizes: Mapping[str, int]) -> np.ndarray:
+    """Count along the one axis of a row, in a shape that broadcasts to the row's tensor."""
+    (place,) = (i for i, dim in enumerate(spec.dims[1:]) if isinstance(dim, str))
+    count = np.arange(spec.shape({**sizes, BATCH: 1})[1:][place])
+    return count.reshape([-1 if i == place else 1 for i in range(len(spec.dims) - 1)])

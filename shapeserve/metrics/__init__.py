@@ -1,6 +1,5 @@
 """Metrics: one catalogue, one registry, one merge of all replicas, and the identities they obey."""
 
-from shapeserve.metrics.area import HasSizes, padding
 from shapeserve.metrics.catalogue import (
     CATALOGUE,
     NO_BUCKET,
@@ -47,7 +46,6 @@ __all__ = [
     "FallbackReason",
     "Gauge",
     "GraphBreakReason",
-    "HasSizes",
     "Histogram",
     "Instrument",
     "MetricDef",
@@ -63,7 +61,6 @@ __all__ = [
     "identities",
     "length_edges",
     "merge_texts",
-    "padding",
     "parse_samples",
     "render_docs",
 ]

@@ -12,13 +12,13 @@ from enum import StrEnum
 from math import ceil
 from typing import Literal
 
+from shapeserve.buckets import REAL as REAL  # the label `kind` of what is no padding
+
 PREFIX = "shapeserve_"
 NO_BUCKET = "none"
 """The ``bucket`` label of the fallback."""
 NO_MODEL = "none"
 """The ``model`` label of a request that named no model that is served."""
-REAL = "real"
-"""The ``kind`` label of elements that a client sent; all other kinds are padding."""
 
 
 class Mode(StrEnum):
@@ -153,13 +153,22 @@ class Endpoint(StrEnum):
     """The route of a request; ``other`` is every path that does not exist."""
 
     EMBEDDINGS = "embeddings"
+    RERANK = "rerank"
+    CLASSIFY = "classify"
     OIP_HTTP = "oip_http"
+    OIP_GRPC = "oip_grpc"
     MODELS = "models"
     METRICS = "metrics"
     OTHER = "other"
 
 
-MODEL_ENDPOINTS = (Endpoint.EMBEDDINGS, Endpoint.OIP_HTTP)
+MODEL_ENDPOINTS = (
+    Endpoint.EMBEDDINGS,
+    Endpoint.RERANK,
+    Endpoint.CLASSIFY,
+    Endpoint.OIP_HTTP,
+    Endpoint.OIP_GRPC,
+)
 """Endpoints whose requests carry a model's name."""
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from shapeserve.errors import InvalidRequest, NotFound
 from shapeserve.models.spec import ModelSpec, TensorSpec
+from shapeserve.protocols.fields import OVER_MAX
 from shapeserve.protocols.http import MAX_TIMEOUT_S
 from shapeserve.protocols.oip_rows import Row, TensorInfo, info_of, read_rows
 from shapeserve.protocols.oip_types import (
@@ -24,7 +25,6 @@ from shapeserve.protocols.oip_types import (
     datatype_of,
     shown,
 )
-from shapeserve.protocols.openai import OVER_MAX
 
 VERSION: Final = "1"
 """The one version of every model."""

@@ -18,10 +18,13 @@ from shapeserve.metrics import Metrics, Outcome
 from shapeserve.protocols import health, http
 from shapeserve.protocols.http import Reply
 from shapeserve.serve.calls import Call, Ledger
+from shapeserve.serve.endpoints.classify import Classify
 from shapeserve.serve.endpoints.embeddings import Embeddings
 from shapeserve.serve.endpoints.models import Models
 from shapeserve.serve.endpoints.oip import OpenInference
 from shapeserve.serve.endpoints.operations import Operations
+from shapeserve.serve.endpoints.rerank import Rerank
+from shapeserve.serve.grpc import GrpcFrontend
 from shapeserve.serve.routing import Router
 from shapeserve.serve.service import Service
 
@@ -40,6 +43,9 @@ class Frontend:
         metrics_text: returns the exposition of all replicas.
         report: returns this replica's own health report.
 
+    Attributes:
+        grpc: answers gRPC with the same engines.
+
     Thread rule: one event loop. Nothing here blocks it.
     """
 
@@ -55,9 +61,12 @@ class Frontend:
     ) -> None:
         self._ledger = Ledger(metrics)
         self._service = Service(engines, aliases=aliases, max_body_bytes=max_body_bytes)
+        self.grpc = GrpcFrontend(self._service, self._ledger, report)
         self._router = Router(
             [
                 *Embeddings(self._service).routes,
+                *Rerank(self._service).routes,
+                *Classify(self._service).routes,
                 *Models(self._service).routes,
                 *OpenInference(self._service).routes,
                 *Operations(metrics_text, report).routes,

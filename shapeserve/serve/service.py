@@ -102,25 +102,23 @@ class Service:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, partial(job, *args, **kwargs))
 
-    async def render(
-        self, rows: int, job: Callable[P, Reply], *args: P.args, **kwargs: P.kwargs
-    ) -> Reply:
+    async def render(self, rows: int, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Render a reply of ``rows`` rows: here if they are few, else on a worker thread."""
         if rows <= INLINE_ROWS:
             return job(*args, **kwargs)
         return await self.in_worker(job, *args, **kwargs)
 
     async def answer(
-        self, model: str, samples: Sequence[PreparedSample], call: Call
+        self, model: str, samples: Sequence[PreparedSample], call: Call, *, item: str = "input"
     ) -> list[Result]:
-        """Wait for the results of prepared samples, in order.
+        """Wait for the results of prepared samples, in order; errors call them ``item``.
 
         Raises:
             RowFailed: naming the rows that failed (the first ten).
             Overloaded, DeadlineExceeded, Unavailable: see ``Engine.submit_prepared``.
         """
         outcomes = await self.engines[model].submit_prepared(samples, deadline_s=call.deadline_s)
-        return _all_answered(outcomes)
+        return _all_answered(outcomes, item)
 
 
 def _info(engine: Engine, aliases: tuple[str, ...], created_s: int) -> openai.ModelInfo:
@@ -132,17 +130,18 @@ def _info(engine: Engine, aliases: tuple[str, ...], created_s: int) -> openai.Mo
         max_rows=engine.config.limits.max_rows,
         normalize=spec.normalize,
         created_s=created_s,
+        head=spec.head,
     )
 
 
-def _all_answered(outcomes: Sequence[Result | RowFailed]) -> list[Result]:
+def _all_answered(outcomes: Sequence[Result | RowFailed], item: str) -> list[Result]:
     """Return the results, or raise one 500 that names the rows that failed (the first ten)."""
     failed = [(i, outcome) for i, outcome in enumerate(outcomes) if isinstance(outcome, RowFailed)]
     if failed:
-        named = "; ".join(f"input[{i}]: {error.message}" for i, error in failed[:10])
+        named = "; ".join(f"{item}[{i}]: {error.message}" for i, error in failed[:10])
         more = f"; and {len(failed) - 10} more" if len(failed) > 10 else ""
         raise RowFailed(
             f"{named}{more}; the other rows of this request ran and may be sent again.",
-            param=f"input[{failed[0][0]}]",
+            param=f"{item}[{failed[0][0]}]",
         )
     return [outcome for outcome in outcomes if not isinstance(outcome, RowFailed)]

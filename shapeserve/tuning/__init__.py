@@ -1,7 +1,7 @@
 """The tuner: from recorded traffic to bucket sizes, with their effect predicted."""
 
 from shapeserve.tuning.cost import ANALYTIC, Cost, Formula
-from shapeserve.tuning.fit import Fit, Ladders, Rules, fit, waste
+from shapeserve.tuning.fit import Buckets, Fit, Rules, fit, row_shapes, waste
 from shapeserve.tuning.fleet import ROUTINGS, Routing
 from shapeserve.tuning.outcome import Outcome
 from shapeserve.tuning.propose import Objective, Proposal, Request, Scored, propose
@@ -12,12 +12,12 @@ from shapeserve.tuning.table import CostPoint, CostTable
 __all__ = [
     "ANALYTIC",
     "ROUTINGS",
+    "Buckets",
     "Cost",
     "CostPoint",
     "CostTable",
     "Fit",
     "Formula",
-    "Ladders",
     "Objective",
     "Outcome",
     "Proposal",
@@ -28,6 +28,7 @@ __all__ = [
     "Served",
     "fit",
     "propose",
+    "row_shapes",
     "simulate",
     "waste",
 ]

@@ -1,25 +1,28 @@
-"""From the sizes of rows to bucket sizes: one axis exactly, two axes by search with a bound."""
+"""From the sizes of rows to buckets: one axis exactly, two axes by search with a bound."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
+from shapeserve.config import axes_of
 from shapeserve.errors import ConfigError
 from shapeserve.traces import Traffic
-from shapeserve.tuning.ladder import Demand, Ladder, best_ladders
+from shapeserve.tuning.joint import JointSearch, assign
+from shapeserve.tuning.ladder import Demand, best_ladders
 from shapeserve.tuning.tail import with_tail
 
-Ladders = Mapping[str, tuple[int, ...]]
-"""Axis -> bucket sizes, ascending."""
+Entries = tuple[int, ...] | tuple[tuple[int, ...], ...]
+"""Sizes of one axis, ascending; or shapes of several axes."""
+
+Buckets = Mapping[str, Entries]
+"""Key of a policy -> its sizes or shapes: ``seq`` or ``height,width``. All combinations exist."""
 
 RowCost = Callable[[np.ndarray], np.ndarray]
 """Padded elements of a row -> what it costs; never falls."""
-
-_MAX_SWEEPS = 20  # of the search on two axes; it settles after 2 to 5. Arbitrary.
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +32,16 @@ class Rules:
     Attributes:
         ends: axis -> largest size, always a bucket; no row is longer.
         align: every other size is a multiple of it, except those in ``forced``.
-        forced: axis -> further sizes that must be buckets.
+        forced: further sizes that must be buckets, if there is one axis.
         row_cost: cost of a row by its padded elements; None: their number.
         variant_cost: what one more row shape costs, in the unit of ``row_cost``.
     """
 
     ends: Mapping[str, int]
     align: int = 1
-    forced: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    forced: tuple[int, ...] = ()
     row_cost: RowCost | None = None
     variant_cost: float = 0.0
-
-    def edges(self, axis: str) -> tuple[int, ...]:
-        """Return the sizes along ``axis`` that every ladder has, ascending."""
-        return tuple(sorted({*self.forced.get(axis, ()), self.ends[axis]}))
 
     def cost(self, areas: np.ndarray) -> np.ndarray:
         """Return what rows of these padded elements cost."""
@@ -51,22 +50,17 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Bucket sizes, and how good they are for the rows they were fitted to.
+    """Buckets, and how good they are for the rows they were fitted to.
 
     Attributes:
-        ladders: axis -> sizes; the buckets are all combinations.
+        buckets: what a policy lists.
         cost: of all rows, in the unit of ``Rules.row_cost``.
-        bound: no ladders of so many combinations cost less; equals ``cost`` on one axis.
+        bound: no other buckets of so many row shapes cost less; equals ``cost`` on one axis.
     """
 
-    ladders: Ladders
+    buckets: Buckets
     cost: float
     bound: float
-
-    @property
-    def shapes(self) -> int:
-        """Row shapes: all combinations of sizes."""
-        return math.prod(len(sizes) for sizes in self.ladders.values())
 
     @property
     def gap(self) -> float:
@@ -87,54 +81,64 @@ def fit(
     Args:
         traffic: rows, none longer than ``rules.ends``.
         rules: what the sizes must obey.
-        numbers: of row shapes; those too small for the forced sizes are left out.
+        numbers: of row shapes, ascending; those too small for the forced sizes are left out.
         on_step: called after each number.
-        expect_longer: allow for about one row beyond the longest, which unseen traffic brings;
-            False gives the optimum for these very rows.
+        expect_longer: on one axis, allow for about one row beyond the longest, which unseen traffic
+            brings; False gives the optimum for these very rows.
 
     Raises:
-        ConfigError: there are three axes or more, or all numbers are too small.
+        ConfigError: there are three axes or more, sizes are forced on two, or all numbers are too
+            small.
     """
     if len(traffic.axes) > 2:
         raise ConfigError(
             f"the trace has the axes {', '.join(traffic.axes)}; at most two can be tuned together"
         )
-    needed = math.prod(len(rules.edges(axis)) for axis in traffic.axes)
-    if needed > max(numbers):
+    if len(traffic.axes) == 2 and rules.forced:
         raise ConfigError(
-            f"{max(numbers)} buckets are too few: {needed} row shapes are forced (the largest is "
-            f"one of them); allow {needed} or force fewer"
+            f"sizes that must be buckets are along one axis, the trace has "
+            f"{', '.join(traffic.axes)}; leave them out"
         )
-    search = _OneAxis if len(traffic.axes) == 1 else _TwoAxes
-    if expect_longer:
+    if expect_longer and len(traffic.axes) == 1:
         traffic = with_tail(traffic, rules.ends)
-    solver = search(traffic, rules, max(numbers))
+    solver = (_OneAxis if len(traffic.axes) == 1 else _TwoAxes)(traffic, rules, max(numbers))
     fits = {}
     for number in numbers:
-        if number >= needed:
+        if number >= solver.least:
             fits[number] = solver.solve(number)
         on_step()
     return fits
 
 
-def executed(traffic: Traffic, ladders: Ladders) -> np.ndarray:
+def assigned(traffic: Traffic, buckets: Buckets) -> np.ndarray:
+    """Return the padded sizes [rows, axes] of every row: of the bucket of least area."""
+    sizes = np.empty_like(traffic.sizes)
+    for key, entries in buckets.items():
+        columns = [traffic.axes.index(axis) for axis in axes_of(key)]
+        if len(columns) == 1:
+            ladder = np.array(entries)
+            lengths = traffic.sizes[:, columns[0]]
+            sizes[:, columns[0]] = ladder[np.searchsorted(ladder, lengths)]
+        else:
+            shapes = [entry for entry in entries if isinstance(entry, tuple)]
+            sizes[:, columns] = assign(traffic.sizes[:, columns], shapes)
+    return sizes
+
+
+def executed(traffic: Traffic, buckets: Buckets) -> np.ndarray:
     """Return the padded elements of every row."""
-    areas = np.ones(len(traffic.sizes))
-    for column, axis in enumerate(traffic.axes):
-        areas *= padded(traffic.sizes[:, column], ladders[axis])
-    return areas
+    return np.asarray(assigned(traffic, buckets).prod(axis=1, dtype=np.float64))
 
 
-def padded(lengths: np.ndarray, ladder: Sequence[int]) -> np.ndarray:
-    """Return the bucket size of every length; none may be beyond the last."""
-    sizes = np.asarray(ladder)
-    return np.asarray(sizes[np.searchsorted(sizes, lengths)])
-
-
-def waste(traffic: Traffic, ladders: Ladders) -> float:
+def waste(traffic: Traffic, buckets: Buckets) -> float:
     """Return padding / all elements that the rows execute, along the axes of a row."""
     real = float((traffic.counts * traffic.sizes.prod(axis=1, dtype=np.float64)).sum())
-    return 1 - real / float((traffic.counts * executed(traffic, ladders)).sum())
+    return 1 - real / float((traffic.counts * executed(traffic, buckets)).sum())
+
+
+def row_shapes(buckets: Buckets) -> int:
+    """Return how many row shapes there are."""
+    return prod(len(entries) for entries in buckets.values())
 
 
 class _OneAxis:
@@ -142,100 +146,56 @@ class _OneAxis:
 
     def __init__(self, traffic: Traffic, rules: Rules, most: int) -> None:
         (self._axis,) = traffic.axes
-        self._least = len(rules.edges(self._axis))
-        beside = np.ones(len(traffic.sizes))
-        self._ladders = best_ladders(
-            demand_beside(traffic, rules, self._axis, beside, rules.variant_cost), most
-        )
+        edges = np.array(sorted({*rules.forced, rules.ends[self._axis]}))
+        self.least = len(edges)
+        if self.least > most:
+            raise ConfigError(
+                f"{most} buckets are too few: {self.least} sizes are forced (the largest is one "
+                f"of them); allow {self.least} or force fewer"
+            )
+        self._ladders = best_ladders(_demand(traffic, rules, edges), most)
 
     def solve(self, most: int) -> Fit:
-        ladder = self._ladders[most - self._least]
+        ladder = self._ladders[most - self.least]
         return Fit({self._axis: ladder.sizes}, ladder.cost, ladder.cost)
 
 
 class _TwoAxes:
-    """Searches every way to share the combinations between the axes.
+    """Shapes along both axes together."""
 
-    From the ladders that are best while the other axis is not padded at all, one axis at a time is
-    set to its exact optimum given the other, until neither changes.
-    """
+    least = 1
 
     def __init__(self, traffic: Traffic, rules: Rules, most: int) -> None:
-        self._traffic, self._rules = traffic, rules
-        self._unpadded = self._cost(traffic.sizes.prod(axis=1, dtype=np.float64))
-        self._alone = {axis: self._ladders_alone(axis, most) for axis in traffic.axes}
-
-    def _ladders_alone(self, axis: str, most: int) -> dict[int, Ladder]:
-        """Return number of sizes -> best ladder of one axis while the other is not padded."""
-        other = self._traffic.sizes[:, 1 - self._traffic.axes.index(axis)]
-        demand = demand_beside(self._traffic, self._rules, axis, other)
-        return dict(enumerate(best_ladders(demand, most), len(self._rules.edges(axis))))
+        self._key, self._rules = ",".join(traffic.axes), rules
+        end = [rules.ends[axis] for axis in traffic.axes]
+        aligned = np.minimum(-(-traffic.sizes // rules.align) * rules.align, end)
+        distinct, places = np.unique(aligned, axis=0, return_inverse=True)
+        counts = np.bincount(places.ravel(), traffic.counts)
+        height, width = end
+        self._search = JointSearch(
+            distinct, counts, (height, width), rules.cost, rules.variant_cost
+        )
 
     def solve(self, most: int) -> Fit:
-        one, other = self._traffic.axes
-        bound = math.inf
-        found: list[tuple[float, Ladders]] = []
-        # As many along one axis as its share allows, then as many along the other as fit.
-        for first in sorted({most // (most // n) for n in range(1, most + 1)}):
-            numbers = {one: first, other: most // first}
-            if all(numbers[axis] in self._alone[axis] for axis in numbers):
-                bound = min(bound, self._bound(numbers))
-                found += [self._descend(numbers, start) for start in numbers]
-        cost, ladders = min(found, key=lambda pair: pair[0])
-        return Fit(ladders, cost, bound)
-
-    def _bound(self, numbers: Mapping[str, int]) -> float:
-        """Return what no pair of ladders with so many sizes can cost less than."""
-        alone = [self._alone[axis][number].cost for axis, number in numbers.items()]
-        if self._rules.row_cost is not None:
-            return max(alone)  # padding the other axis as well never makes a row cheaper
-        # (H - h) w + h (W - w) is less than all padding by (H - h) (W - w).
-        return sum(alone) - self._unpadded
-
-    def _descend(self, numbers: Mapping[str, int], start: str) -> tuple[float, Ladders]:
-        """Improve one axis at a time, given at first the ladder that ``start`` has alone."""
-        traffic, rules = self._traffic, self._rules
-        ladders = {axis: self._alone[axis][number].sizes for axis, number in numbers.items()}
-        best: tuple[float, Ladders] = (math.inf, ladders)
-        for _ in range(_MAX_SWEEPS):
-            for axis in sorted(traffic.axes, key=lambda axis: axis == start):
-                (other,) = (name for name in traffic.axes if name != axis)
-                beside = padded(traffic.sizes[:, traffic.axes.index(other)], ladders[other])
-                variant_cost = rules.variant_cost * len(ladders[other])
-                demand = demand_beside(traffic, rules, axis, beside, variant_cost)
-                ladders = {**ladders, axis: best_ladders(demand, numbers[axis])[-1].sizes}
-            shapes = math.prod(map(len, ladders.values()))
-            cost = self._cost(executed(traffic, ladders)) + rules.variant_cost * shapes
-            if cost >= best[0]:
-                break
-            best = cost, ladders
-        return best
-
-    def _cost(self, areas: np.ndarray) -> float:
-        return float((self._traffic.counts * self._rules.cost(areas)).sum())
+        shapes, cost = self._search.solve(most)
+        return Fit(
+            {self._key: shapes},
+            cost,
+            self._search.bound(most, elements=self._rules.row_cost is None),
+        )
 
 
-def demand_beside(
-    traffic: Traffic, rules: Rules, axis: str, beside: np.ndarray, variant_cost: float = 0.0
-) -> Demand:
-    """Return the demand along ``axis`` of rows that are ``beside`` wide along all others.
-
-    Rows are counted by the smallest size that rules allow for them, and by their width.
-    """
-    lengths, rows = traffic.sizes[:, traffic.axes.index(axis)], traffic.counts
-    if rules.row_cost is None:  # a row twice as wide costs what two rows do
-        rows, beside = rows * beside, np.ones(len(lengths))
-    widths, classes = np.unique(beside, return_inverse=True)
-    edges = np.array(rules.edges(axis))
+def _demand(traffic: Traffic, rules: Rules, edges: np.ndarray) -> Demand:
+    """Count rows by the smallest size that the rules allow for them."""
+    lengths = traffic.sizes[:, 0]
     aligned = -(-lengths // rules.align) * rules.align
     needed = np.minimum(aligned, edges[np.searchsorted(edges, lengths)])
     sizes = np.union1d(needed, edges)
-    counts = np.zeros((len(sizes), len(widths)))
-    np.add.at(counts, (np.searchsorted(sizes, needed), classes), rows)
+    counts = np.bincount(np.searchsorted(sizes, needed), traffic.counts, len(sizes))
     return Demand(
         sizes=sizes,
         counts=counts,
-        costs=rules.cost(sizes[:, None] * widths[None, :].astype(np.float64)),
-        variant_costs=np.full(len(sizes), variant_cost),
+        costs=rules.cost(sizes.astype(np.float64)),
+        variant_costs=np.full(len(sizes), rules.variant_cost),
         forced=tuple(np.searchsorted(sizes, edges[:-1]).tolist()),
     )

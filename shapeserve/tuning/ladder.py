@@ -31,13 +31,10 @@ class Ladder:
 class Demand:
     """What a ladder is to be made for.
 
-    Rows may be of several classes that cost differently in the same bucket: on two axes, those that
-    are padded to different sizes along the other one.
-
     Attributes:
-        sizes: [n] int64, the candidates, ascending; the last is in every ladder.
-        counts: [n, classes] float64, rows whose smallest candidate this is; 0 is fine.
-        costs: [n, classes] float64, cost of one row in a bucket of this size; never falls.
+        sizes: [n] the candidates, ascending; the last is in every ladder.
+        counts: [n] float64, rows whose smallest candidate this is; 0 is fine.
+        costs: [n] float64, cost of one row in a bucket of this size; never falls.
         variant_costs: [n] float64, cost of having a bucket of this size at all.
         forced: ascending indices of further candidates that are in every ladder.
     """
@@ -49,7 +46,7 @@ class Demand:
     forced: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if np.any(np.diff(self.sizes) <= 0) or np.any(np.diff(self.costs, axis=0) < 0):
+        if np.any(np.diff(self.sizes) <= 0) or np.any(np.diff(self.costs) < 0):
             raise ValueError("sizes must ascend, and costs must not fall with the size")
 
 
@@ -57,7 +54,7 @@ def best_ladders(demand: Demand, most: int) -> list[Ladder]:
     """Return for every number from 1 to ``most`` the ladder of at most so many sizes.
 
     Ladders of fewer sizes than are forced are left out, so that the result may be shorter. Cost:
-    O(most * n * log n * classes).
+    O(most * n * log n).
 
     Raises:
         ValueError: more sizes are forced than ``most`` allows.
@@ -88,10 +85,10 @@ def _join(left: Sequence[Ladder], right: Sequence[Ladder]) -> list[Ladder]:
 def _segment(demand: Demand, start: int, stop: int, most: int) -> list[Ladder]:
     """Solve the candidates ``start`` to ``stop``; the last of them is in every ladder."""
     costs, extra = demand.costs[start:stop], demand.variant_costs[start:stop]
-    below = np.zeros((stop - start + 1, costs.shape[1]))  # [n + 1, classes] rows below candidate i
-    np.cumsum(demand.counts[start:stop], axis=0, out=below[1:])
+    below = np.zeros(stop - start + 1)  # rows below candidate i
+    np.cumsum(demand.counts[start:stop], out=below[1:])
     totals = np.zeros(stop - start + 1)  # f[k], index 0: no candidate yet
-    totals[1:] = (below[1:] * costs).sum(axis=1) + extra
+    totals[1:] = below[1:] * costs + extra
     best = [totals]
     origins = [np.zeros(stop - start + 1, np.int64)]
     for _ in range(1, most):
@@ -125,7 +122,7 @@ def _one_more(
         middle = (first + last) // 2
         cost = costs[middle - 1]
         low_cost, origin = _cheapest(fewer, below, cost, low, np.minimum(high, middle - 1))
-        totals[middle] = low_cost + (below[middle] * cost).sum(axis=1) + extra[middle - 1]
+        totals[middle] = low_cost + below[middle] * cost + extra[middle - 1]
         origins[middle] = origin
         left, right = first < middle, middle < last
         first, last, low, high = (
@@ -140,14 +137,12 @@ def _one_more(
 def _cheapest(
     fewer: np.ndarray, below: np.ndarray, cost: np.ndarray, low: np.ndarray, high: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the least of ``fewer[i] - below[i] . cost`` over low..high, and the first such i."""
+    """Return the least of ``fewer[i] - below[i] * cost`` over low..high, and the first such i."""
     lengths = high - low + 1
     starts = np.cumsum(lengths) - lengths
     # All ranges end to end in one vector.
     index = np.arange(lengths.sum()) - np.repeat(starts - low, lengths)
-    values = fewer[index]
-    for column in range(cost.shape[1]):
-        values -= below[index, column] * np.repeat(cost[:, column], lengths)
+    values = fewer[index] - below[index] * np.repeat(cost, lengths)
     least = np.minimum.reduceat(values, starts)
     hits = np.flatnonzero(values == np.repeat(least, lengths))
     return least, index[hits[np.searchsorted(hits, starts)]]

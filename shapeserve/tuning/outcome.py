@@ -25,7 +25,7 @@ class Outcome:
         elements: kind -> executed elements, as ``shapeserve_tokens_total`` counts them.
         batches: bucket label, ``none`` for the fallback -> batches.
         fallbacks: reason -> rows.
-        refused: reason -> samples, ``too_long`` or ``queue_full``.
+        refused: reason -> samples, ``too_long``, ``too_short`` or ``queue_full``.
         most_load: most rows that waited or ran in one replica.
         latencies_s: ascending, from arrival to answer, of all answered samples.
         queue_s: ascending, from arrival to launch, of all rows.

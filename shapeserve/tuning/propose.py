@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from shapeserve.config import RareShape
+from shapeserve.buckets import BATCH
+from shapeserve.config import AxisPolicy, RareShape, axes_of
 from shapeserve.errors import ConfigError
-from shapeserve.plan import powers_of_two
+from shapeserve.expect import powers_of_two
 from shapeserve.policy import Device, default_policy, generate_axis
 from shapeserve.traces import Traffic
 from shapeserve.tuning.cost import ANALYTIC, Cost, row_seconds
-from shapeserve.tuning.fit import Ladders, Rules, executed, fit, padded, waste
+from shapeserve.tuning.fit import (
+    Buckets,
+    Entries,
+    Rules,
+    assigned,
+    executed,
+    fit,
+    row_shapes,
+    waste,
+)
 
 Objective = Literal["padding", "seconds"]
 
@@ -24,7 +33,6 @@ MAX_SHAPES = 32
 # One more row shape costs a capture for each batch size on a GPU (4 to 12 ms and some memory each)
 # and a longer warm-up; it must take away so much of all that is executed. Arbitrary.
 WORTHWHILE = 0.005
-_FEW = 8  # up to here the automatic choice on two axes tries every number, then only even shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +44,7 @@ class Request:
         max_length: sizes are cut to it, and it is the last bucket along every axis; None: the
             longest row of the whole trace.
         align: sizes are multiples of it, except the last.
-        include: further sizes that must be buckets (of every axis).
+        include: further sizes that must be buckets, if there is one axis.
         objective: minimise padded elements, or device seconds.
         cost: what a batch costs; None: the analytic one of ``device``, which is for tokens.
         device: kind of device that today's default is for.
@@ -60,14 +68,14 @@ class Scored:
     """What one policy does to both halves.
 
     Attributes:
-        ladders: axis -> sizes.
+        buckets: key of a policy -> its sizes or shapes.
         first_half: padding / all elements along the axes of a row, of the rows it was fitted to.
         second_half: the same of the rows that it had not seen.
         device_s: seconds of the rows of the second half in full batches; None on two axes without
             measured costs.
     """
 
-    ladders: Ladders
+    buckets: Buckets
     first_half: float
     second_half: float
     device_s: float | None
@@ -75,7 +83,7 @@ class Scored:
     @property
     def shapes(self) -> int:
         """Row shapes."""
-        return math.prod(map(len, self.ladders.values()))
+        return row_shapes(self.buckets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +118,20 @@ class Proposal:
     guarded: float
     cost_source: str | None
 
-    def policy(self) -> dict[str, dict[str, list[int]]]:
+    def policy(self) -> dict[str, dict[str, list[Any]]]:
         """Return the ``policy`` block of a model's configuration."""
-        return {axis: {"explicit": list(s)} for axis, s in self.proposed.ladders.items()}
+        return {
+            key: {"explicit": list(entries)}
+            if len(axes_of(key)) == 1
+            else {"shapes": [list(shape) for shape in entries if isinstance(shape, tuple)]}
+            for key, entries in self.proposed.buckets.items()
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""
         named = {"proposed": self.proposed, **self.compared}
         shapes = {name: scored.shapes for name, scored in named.items()}
-        ladders = {axis: list(sizes) for axis, sizes in self.proposed.ladders.items()}
+        (listed,) = (entries for way in self.policy().values() for entries in way.values())
         wastes = {
             name: {"first_half": scored.first_half, "second_half": scored.second_half}
             for name, scored in named.items()
@@ -126,7 +139,7 @@ class Proposal:
         default = wastes.pop("default")
         return {
             "rows": self.rows,
-            "buckets": ladders[self.axes[0]] if len(self.axes) == 1 else ladders,
+            "buckets": listed,
             "waste": wastes,
             "details": {
                 "axes": list(self.axes),
@@ -163,7 +176,7 @@ def propose(
     cost = _cost(traffic, request)
     rules = _rules(request, ends, cost)
     first, second = traffic.halves()
-    numbers = [request.shapes] if request.shapes else _numbers(len(ends))
+    numbers = [request.shapes] if request.shapes else [*range(1, MAX_SHAPES + 1)]
     total = 2 + (0 if request.shapes else len(numbers))
     steps = iter(range(1, total + 1))
 
@@ -177,44 +190,46 @@ def propose(
     fitted = fit(first, rules, numbers, step)[numbers[0]]
     known = fit(second, rules, numbers, step, expect_longer=False)[numbers[0]]
 
-    def score(ladders: Ladders) -> Scored:
-        seconds = None if cost is None else _device_seconds(second, ladders, cost, request)
-        return Scored(ladders, waste(first, ladders), waste(second, ladders), seconds)
+    def score(buckets: Buckets) -> Scored:
+        seconds = None if cost is None else _device_seconds(second, buckets, cost, request)
+        return Scored(buckets, waste(first, buckets), waste(second, buckets), seconds)
 
     return Proposal(
         axes=traffic.axes,
         rows=traffic.rows,
         ends=ends,
-        proposed=score(fitted.ladders),
+        proposed=score(fitted.buckets),
         compared={name: score(made) for name, made in usual(ends, request).items()},
-        optimum_second_half=waste(second, known.ladders),
+        optimum_second_half=waste(second, known.buckets),
         gap=fitted.gap,
         curve=curve,
-        guarded=guarded(second, fitted.ladders),
+        guarded=guarded(second, fitted.buckets),
         cost_source=None if cost is None else cost.source,
     )
 
 
-def usual(ends: Mapping[str, int], request: Request) -> dict[str, Ladders]:
+def usual(ends: Mapping[str, int], request: Request) -> dict[str, Buckets]:
     """Return name -> the policies that people use, along every axis up to its end."""
     default = default_policy(ends, request.device, max_batch_tokens=request.max_batch_tokens)
     return {
-        "default": {axis: generate_axis(default[axis], axis) for axis in ends},
+        "default": {key: _entries(made, key) for key, made in default.items() if key != BATCH},
         "pow2": {axis: powers_of_two(end) for axis, end in ends.items()},
         "multiple_64": {axis: (*range(64, end, 64), end) for axis, end in ends.items()},
         "pad_to_max": {axis: (end,) for axis, end in ends.items()},
     }
 
 
-def guarded(traffic: Traffic, ladders: Ladders, rule: RareShape | None = None) -> float:
+def _entries(made: AxisPolicy, key: str) -> Entries:
+    return made.shapes or generate_axis(made, key)
+
+
+def guarded(traffic: Traffic, buckets: Buckets, rule: RareShape | None = None) -> float:
     """Return the share of rows whose bucket is more padding than ``rare_shapes`` allows."""
     rule = rule or RareShape()
     real = traffic.sizes.prod(axis=1, dtype=np.float64)
-    wasteful = 1 - real / executed(traffic, ladders) > rule.max_padding_waste
-    judged = np.zeros(len(real), bool)
-    for column, axis in enumerate(traffic.axes):
-        bucket = padded(traffic.sizes[:, column], ladders[axis])
-        judged |= (bucket > traffic.sizes[:, column]) & (bucket > rule.guard_min)
+    sizes = assigned(traffic, buckets)
+    wasteful = 1 - real / sizes.prod(axis=1, dtype=np.float64) > rule.max_padding_waste
+    judged = ((sizes > traffic.sizes) & (sizes > rule.guard_min)).any(axis=1)
     return float(traffic.counts[wasteful & judged].sum() / traffic.counts.sum())
 
 
@@ -247,7 +262,7 @@ def _cost(traffic: Traffic, request: Request) -> Cost | None:
 
 
 def _rules(request: Request, ends: Mapping[str, int], cost: Cost | None) -> Rules:
-    forced = dict.fromkeys(ends, request.include)
+    forced = request.include
     if request.objective == "padding" or cost is None:
         return Rules(ends, request.align, forced)
 
@@ -264,16 +279,9 @@ def _rising_row_seconds(areas: np.ndarray, cost: Cost, max_batch_tokens: int) ->
     return np.maximum.accumulate(each)[places].reshape(areas.shape)
 
 
-def _device_seconds(traffic: Traffic, ladders: Ladders, cost: Cost, request: Request) -> float:
-    seconds = _rising_row_seconds(executed(traffic, ladders), cost, request.max_batch_tokens)
+def _device_seconds(traffic: Traffic, buckets: Buckets, cost: Cost, request: Request) -> float:
+    seconds = _rising_row_seconds(executed(traffic, buckets), cost, request.max_batch_tokens)
     return float((traffic.counts * seconds).sum())
-
-
-def _numbers(axes: int) -> list[int]:
-    if axes == 1:
-        return [*range(1, MAX_SHAPES + 1)]
-    even = (number for number in range(_FEW + 1, MAX_SHAPES + 1) if number % 4 == 0)
-    return [*range(1, _FEW + 1), *even]
 
 
 def _choose_number(
@@ -287,11 +295,11 @@ def _choose_number(
     train, unseen = first.halves()
     fits = fit(train, rules, numbers, step)
     costs = {
-        number: float((unseen.counts * rules.cost(executed(unseen, made.ladders))).sum())
-        + rules.variant_cost * made.shapes
+        number: float((unseen.counts * rules.cost(executed(unseen, made.buckets))).sum())
+        + rules.variant_cost * row_shapes(made.buckets)
         for number, made in fits.items()
     }
-    curve = {number: waste(unseen, made.ladders) for number, made in fits.items()}
+    curve = {number: waste(unseen, made.buckets) for number, made in fits.items()}
     for number, cost in costs.items():
         if all(
             cost - more_cost < WORTHWHILE * cost * (more - number)

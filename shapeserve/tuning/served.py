@@ -9,11 +9,12 @@ from typing import Self
 from shapeserve.buckets import BATCH, TOKENS, Grid, Shape
 from shapeserve.config import ModelConfig
 from shapeserve.dispatch import Dispatcher
+from shapeserve.expect import SPECIAL_TOKENS
 from shapeserve.lanes import Lanes, Place, dispatcher_for, largest_area, without_single
 from shapeserve.models.describe import describe
 from shapeserve.models.spec import ModelSpec
-from shapeserve.plan import SPECIAL_TOKENS
-from shapeserve.policy import Device, grid_for, packed_grid
+from shapeserve.plan import planned_grid
+from shapeserve.policy import Device
 from shapeserve.tuning.cost import Cost
 
 # As the engine measures it at start: one row gets a program of its own if padding it to two costs
@@ -92,23 +93,13 @@ class Served:
         """
         spec = describe(config)
         limits = config.limits
-        if config.packs(device):
-            grid = packed_grid(config.policy, limits.max_batch_tokens, spec.max_length)
-        else:
-            grid = grid_for(
-                spec.axes,
-                config.policy,
-                device=device,
-                max_batch_tokens=limits.max_batch_tokens,
-                max_sizes=spec.max_length,
-                hard_limits=spec.hard_limit,
-            )
+        grid = planned_grid(config, spec, device)
         area = largest_area(spec, limits.max_batch_tokens, grid)
         if min_batch is None:
             min_batch = _min_batch(config, spec, grid, cost)
         if min_batch > 1 and BATCH in grid.axes:
             grid = without_single(grid)
-        special_tokens = SPECIAL_TOKENS if spec.task == "embed" else None
+        special_tokens = None if spec.task == "module" else SPECIAL_TOKENS
         return cls(
             spec=spec,
             grid=grid,
@@ -125,8 +116,14 @@ class Served:
             batch_wait_timeout_s=config.batching.batch_wait_timeout_s,
         )
 
+    def refusal(self, sizes: Shape) -> str | None:
+        """Return why a sample is refused, None if it is not."""
+        if any(sizes[axis] < least for axis, least in self.spec.min_length.items()):
+            return "too_short"
+        return None if self.pieces(sizes) else "too_long"
+
     def pieces(self, sizes: Shape) -> tuple[Piece, ...]:
-        """Return the rows that are executed for a sample; none if it is refused."""
+        """Return the rows that are executed for a sample; none if it is too long."""
         key = tuple(sizes.values())
         known = self._pieces.get(key)
         if known is None:

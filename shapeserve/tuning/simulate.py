@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from shapeserve.batcher import Batch, Batcher, Row
-from shapeserve.buckets import BATCH, Shape
+from shapeserve.buckets import BATCH, Shape, padding
 from shapeserve.errors import ConfigError, Overloaded
-from shapeserve.metrics import NO_BUCKET, padding
+from shapeserve.metrics import NO_BUCKET
 from shapeserve.traces import Traffic
 from shapeserve.tuning.fleet import Choose, Routing, router
 from shapeserve.tuning.outcome import Outcome
@@ -121,7 +121,7 @@ class _Replica:
         tally.device_s += seconds
         label = ",".join(f"{axis}={size}" for axis, size in sizes.items())
         tally.batches[NO_BUCKET if fallback else label] += 1
-        tally.elements.update(padding(served.grid.axes, payloads, sizes))
+        tally.elements.update(padding(served.grid.axes, [p.sizes for p in payloads], sizes))
         tally.queue_s.extend(now - row.enqueued_s for row in batch.rows)
 
     def _finish(self, end_s: float, batch: Batch) -> None:
@@ -213,10 +213,10 @@ class _Run:
     def _arrive(self, samples: Sequence[int], now: float) -> None:
         touched = set()
         for sample in samples:
-            pieces = self._served.pieces(self._sizes[sample])
-            if not pieces:
-                self._refused["too_long"] += 1
+            if (reason := self._served.refusal(self._sizes[sample])) is not None:
+                self._refused[reason] += 1
                 continue
+            pieces = self._served.pieces(self._sizes[sample])
             index = self._choose(pieces[0].place.lane)
             if not self._fleet[index].offer(sample, pieces, now):
                 self._refused["queue_full"] += 1
@@ -257,8 +257,8 @@ class _Run:
 def _named(served: Served, traffic: Traffic) -> Iterator[Shape]:
     """Return the sizes of every row by the model's own axes."""
     axes = served.spec.row_axes
-    if len(axes) == len(traffic.axes) == 1:
-        columns = [0]  # a length has no name of its own
+    if len(axes) == 1 and not traffic.named:
+        columns = [0]
     elif sorted(axes) == sorted(traffic.axes):
         columns = [traffic.axes.index(axis) for axis in axes]
     else:

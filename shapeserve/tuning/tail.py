@@ -26,18 +26,13 @@ _MIN_INDEX = 1e-3  # keeps a tail of equal lengths from dividing by zero
 
 
 def with_tail(traffic: Traffic, ends: Mapping[str, int]) -> Traffic:
-    """Return the rows, and about one more along every axis whose longest row is below its end."""
-    sizes, counts = [traffic.sizes], [traffic.counts]
-    typical = np.average(traffic.sizes, axis=0, weights=traffic.counts).round().astype(np.int64)
-    for column, axis in enumerate(traffic.axes):
-        lengths, places = np.unique(traffic.sizes[:, column], return_inverse=True)
-        beyond, rows = tail_beyond(lengths, np.bincount(places, traffic.counts), ends[axis])
-        further = np.tile(typical, (len(beyond), 1))
-        further[:, column] = beyond
-        sizes.append(further)
-        counts.append(rows)
+    """Return rows of one axis, and about one more if the longest is below the end."""
+    (axis,) = traffic.axes
+    lengths, places = np.unique(traffic.sizes[:, 0], return_inverse=True)
+    beyond, rows = tail_beyond(lengths, np.bincount(places, traffic.counts), ends[axis])
+    sizes = np.concatenate((traffic.sizes, beyond[:, None]))
     return replace(
-        traffic, sizes=np.concatenate(sizes), counts=np.concatenate(counts), times_s=None
+        traffic, sizes=sizes, counts=np.concatenate((traffic.counts, rows)), times_s=None
     )
 
 
