@@ -19,6 +19,9 @@ from typing import Any
 
 from rich.console import Console
 
+if __package__ in (None, ""):  # run as a file: make the package importable
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from benchmarks import environment
 from benchmarks.report import NO_VALUE, Table, number
 from shapeserve.config import ModelConfig, ServeConfig
