@@ -1,4 +1,4 @@
-"""The command line: ``shapeserve serve | config | plan``.
+"""The command line: ``shapeserve serve | config | plan | tune | simulate``.
 
 Exit code 0: done. 1: it failed. 2: bad usage or input. Errors are one message on stderr.
 """
@@ -13,6 +13,8 @@ from shapeserve import __version__
 from shapeserve.cli.config import config_command
 from shapeserve.cli.plan import plan_command
 from shapeserve.cli.serve import serve_command
+from shapeserve.cli.simulate import simulate_command
+from shapeserve.cli.tune import tune_command
 from shapeserve.errors import ConfigError, ShapeServeError
 
 __all__ = ["main"]
@@ -35,7 +37,7 @@ class _Group(click.Group):
 
 @click.group(
     cls=_Group,
-    commands=[serve_command, config_command, plan_command],
+    commands=[serve_command, config_command, plan_command, tune_command, simulate_command],
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(__version__, prog_name="shapeserve")
@@ -47,4 +49,6 @@ def main() -> None:
       shapeserve plan --model ./all-MiniLM-L6-v2      what would be built, and why
       shapeserve serve --model ./all-MiniLM-L6-v2     serve it until Ctrl-C
       shapeserve config service.yaml                  every value, defaults included
+      shapeserve tune --trace trace.csv.gz            bucket sizes for your traffic
+      shapeserve simulate --trace trace.csv.gz service.yaml     what they will do
     """

@@ -1,12 +1,16 @@
-"""What several commands share: where the configuration comes from, and JSON output."""
+"""What several commands share: the configuration, JSON output, progress."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from shapeserve.config import ServeConfig
 from shapeserve.errors import ConfigError
@@ -57,3 +61,18 @@ def write_json(data: Any, target: str) -> None:
         raise ConfigError(
             f"--json {target}: cannot be written: {error.strerror}; give another path, or -"
         ) from error
+
+
+@contextlib.contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on stderr while something takes long, if that is a terminal.
+
+    Yields what is told how many steps of how many are done.
+    """
+    console = Console(stderr=True)
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from shapeserve import __version__
-from shapeserve.buckets import BATCH, TOKENS, Bucket, Grid
+from shapeserve.buckets import BATCH, TOKENS, Grid
 from shapeserve.compile.cache import ensure_cache_dir
 from shapeserve.compile.monitor import CompileMonitor
 from shapeserve.compile.variants import Programs, VariantSet
 from shapeserve.config import ModelConfig, Policy
 from shapeserve.dispatch import Dispatcher
 from shapeserve.errors import ConfigError, ModelError
+from shapeserve.lanes import dispatcher_for, largest_area, without_single
 from shapeserve.layout import (
     Layout,
     PackedLayout,
@@ -120,7 +121,7 @@ def build(config: ModelConfig, metrics: Metrics, report: Callable[[WarmupProgres
         report(step)
     if BATCH in grid.axes and programs.min_batch > 1:
         # One row has no program of its own: it runs in a batch of two, and the grid says so.
-        grid = _without_single(grid)
+        grid = without_single(grid)
         _preset(metrics, model.spec, grid, programs, device)
     runner = _runner(model.spec, config, grid, programs, layout, monitor, metrics, device)
     phase, strict = CompilePhase.WARMUP, config.compile.strict
@@ -143,7 +144,7 @@ def new_runner(built: Built, config: ModelConfig, policy: Policy, metrics: Metri
     packed = BATCH not in built.runner.grid.axes
     grid = make_grid(built.spec, config, policy, device, packed=packed)
     if not packed and programs.min_batch > 1:
-        grid = _without_single(grid)
+        grid = without_single(grid)
     make_dispatcher(built.model, config, grid)
     _preset(metrics, built.spec, grid, programs, device)
     layout = make_layout(built.spec, config, grid, device)
@@ -307,22 +308,9 @@ def make_programs(
 
 
 def make_dispatcher(model: LoadedModel, config: ModelConfig, grid: Grid) -> Dispatcher:
-    """Return the dispatcher of a grid, with the model's hard limits and special tokens.
-
-    Packed rows are not padded, so that their lengths have one step: the end of the grid.
-    """
-    spec = model.spec
-    overhead = {"seq": model.tokenizer.special_tokens} if model.tokenizer else None
-    if BATCH not in grid.axes:
-        (axis,) = spec.row_axes
-        grid = Grid((axis,), [Bucket(((axis, spec.max_length[axis]),))])
-    return Dispatcher(
-        grid,
-        config.rare_shapes,
-        spec.hard_limit,
-        piece_overhead=overhead,
-        padding_invariant=spec.padding_invariant is not False,
-    )
+    """Return the dispatcher of a grid; see :func:`shapeserve.lanes.dispatcher_for`."""
+    special_tokens = model.tokenizer.special_tokens if model.tokenizer else None
+    return dispatcher_for(model.spec, config.rare_shapes, grid, special_tokens)
 
 
 def _runner(
@@ -361,27 +349,9 @@ def _tier(config: ModelConfig, device: torch.device) -> Tier:
 
 
 def _capacity(spec: ModelSpec, config: ModelConfig, grid: Grid) -> int:
-    """Elements of the largest area that may run: a bucket, or the longest row in the fallback."""
-    longest = prod(max(size, 1) for size in spec.hard_limit.values())
-    ends = prod(max(spec.hard_limit.get(a, 0), spec.max_length.get(a, 0)) for a in spec.row_axes)
-    return max(
-        config.limits.max_batch_tokens,
-        max(bucket.area for bucket in grid.buckets),
-        # One row without a program of its own is padded to two.
-        2 * max(longest, ends),
-        prod(compile_sizes(spec, grid).values()),
-    )
-
-
-def _without_single(grid: Grid) -> Grid:
-    """Drop the buckets of one row whose row shape has a larger batch; widen the others to two."""
-    kept: list[Bucket] = []
-    for bucket in grid.buckets:
-        if bucket.size(BATCH) > 1:
-            kept.append(bucket)
-        elif len(grid.batch_sizes(bucket.without(BATCH))) == 1:
-            kept.append(Bucket(tuple((a, 2 if a == BATCH else s) for a, s in bucket.sizes)))
-    return Grid(grid.axes, kept)
+    """Elements of the largest area that may run, the one of the compile included."""
+    area = largest_area(spec, config.limits.max_batch_tokens, grid)
+    return max(area, prod(compile_sizes(spec, grid).values()))
 
 
 def _preset(
