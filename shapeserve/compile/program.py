@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
-from shapeserve.compile.monitor import CountingBackend
+from shapeserve.compile.monitor import CountingBackend, watch_compiles
 from shapeserve.layout import Forward
 
 _SERIAL = itertools.count()
+# Two programs of a model with up to 32 layers of one class; below torch's bound of 256 in all.
+_LIMIT_WITH_BREAKS = 64
 
 
 def compiler_backend(name: str) -> Callable[..., Any]:
@@ -37,8 +39,11 @@ def compiled(
 
     Guards on the module's weights and attributes are dropped where torch allows it: a serving
     module is frozen, and checking a few hundred of them costs 0.3-0.6 ms a call on the CPU. Those
-    on shapes, dtypes and the global state (grad mode, threads) stay.
+    on shapes, dtypes and the global state (grad mode, threads) stay. With graph breaks all of them
+    stay: layers of one class then share a compiled frame, and only the guards tell them apart; for
+    the same reason such a frame may be compiled once for each layer.
     """
+    watch_compiles()
 
     def forward(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs: tuple[torch.Tensor, ...] = module(*inputs)
@@ -46,8 +51,10 @@ def compiled(
 
     if not fullgraph:
         torch._dynamo.config.fail_on_recompile_limit_hit = True
+        limit = max(torch._dynamo.config.recompile_limit, _LIMIT_WITH_BREAKS)
+        torch._dynamo.config.recompile_limit = limit
     own = _with_own_code(forward, f"{name}_{next(_SERIAL)}")
-    keep = getattr(torch.compiler, "keep_portable_guards_unsafe", None)
+    keep = getattr(torch.compiler, "keep_portable_guards_unsafe", None) if fullgraph else None
     program: Forward = torch.compile(
         own,
         backend=CountingBackend(compiler_backend(backend), f"shapeserve_{backend}"),

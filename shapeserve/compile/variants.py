@@ -17,6 +17,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported, UserError
 
 from shapeserve.buckets import BATCH, Bucket, Grid
 from shapeserve.compile.graph import GraphPool
+from shapeserve.compile.monitor import discard_compiles
 from shapeserve.compile.program import compiled, freezing
 from shapeserve.layout import Forward, Layout
 from shapeserve.metrics import Mode, Tier
@@ -114,7 +115,12 @@ class Programs:
                 program = compiled(self._module, name, backend=self._backend)
                 run(program)
             except (Unsupported, UserError) as error:
-                log.warning("the model does not compile as one graph, breaks allowed: %s", error)
+                log.warning(
+                    "the model does not compile as one graph, breaks allowed (`shapeserve explain` "
+                    "lists them): %s",
+                    error,
+                )
+                discard_compiles()
                 program = compiled(self._module, name, backend=self._backend, fullgraph=False)
                 run(program)
         return self._or_eager(program)
