@@ -9,13 +9,14 @@ BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -qq -c constraints.txt
-SOURCES := shapeserve tests benchmarks
+SOURCES := shapeserve tests benchmarks deploy/examples
+PROTO := shapeserve/protocols/proto/oip.proto
 
 # Models come from disk and nothing is reported to anybody.
 export HF_HUB_OFFLINE = 1
 export RAY_USAGE_STATS_ENABLED = 0
 
-.PHONY: demo test check format bench chaos soak test-gpu clean
+.PHONY: demo test check format bench chaos soak test-gpu proto clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
@@ -45,6 +46,16 @@ soak: $(VENV)/.installed-dev
 
 test-gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+# An old compiler (Python 3.8 to 3.12), because its code runs with protobuf 4 to 7, and newer code
+# refuses older runtimes. The pool of its own lets a client of the same protocol (tritonclient) be
+# loaded in the same process.
+proto:
+	dir=$$(mktemp -d) && $(PYTHON) -m venv $$dir \
+	&& $$dir/bin/pip install -qq --disable-pip-version-check grpcio-tools==1.62.3 'setuptools<81' \
+	&& $$dir/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. $(PROTO) \
+	&& sed -i 's/_descriptor_pool.Default()/_descriptor_pool.DescriptorPool()/' $(PROTO:.proto=_pb2.py) \
+	&& rm -r $$dir
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

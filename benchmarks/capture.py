@@ -28,8 +28,10 @@ if __package__ in (None, ""):  # run as a file: make the package importable
 
 from benchmarks import synthetic
 from shapeserve.compile.graph import GraphPool
+from shapeserve.compile.monitor import CompileMonitor
 from shapeserve.compile.program import compiled
 from shapeserve.config import ServeConfig
+from shapeserve.metrics import Metrics
 from shapeserve.models import load
 
 BUCKETS = ((2, 16), (8, 128), (32, 64), (32, 128))
@@ -85,7 +87,9 @@ def measure(model: str, dtype: str) -> dict[str, Any]:
         record("eager", lambda given: lambda: module(*given))
         record("eager, own capture", own(module))
         started = time.perf_counter()
-        program = compiled(module, "many", backend="inductor")
+        program = compiled(
+            module, "many", backend="inductor", monitor=CompileMonitor(Metrics(), "m")
+        )
         program(*inputs_of(3, 40, device))
         torch.cuda.synchronize()
         compile_s = time.perf_counter() - started

@@ -137,6 +137,11 @@ class Batch:
         """Axis -> executed size."""
         return self.lane.sizes(self.size)
 
+    @property
+    def area(self) -> int:
+        """Padded elements that it executes."""
+        return self.size * self.lane.unit_area
+
 
 @dataclass(slots=True)
 class _LaneQueue:

@@ -11,11 +11,13 @@ import hashlib
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 BATCH = "batch"
 TOKENS = "tokens"
+REAL = "real"
+"""Elements of an executed area that are no padding."""
 
 Shape = Mapping[str, int]
 """Axis name -> size."""
@@ -208,3 +210,38 @@ def _group_by_row(buckets: tuple[Bucket, ...]) -> dict[RowKey, dict[int, Bucket]
     for bucket in sorted(buckets, key=_rows):
         groups.setdefault(bucket.without(BATCH), {})[_rows(bucket)] = bucket
     return groups
+
+
+def padding(axes: Iterable[str], rows: Sequence[Shape], sizes: Shape) -> dict[str, int]:
+    """Split an executed area into ``real`` elements and ``padding_<axis>`` for each axis.
+
+    Args:
+        axes: of the area, ``batch`` first.
+        rows: the real rows, as axis -> size.
+        sizes: axis -> executed size.
+
+    A row's padding belongs to the innermost axis first: along ``width`` only the rows that are
+    real in ``height`` count, along ``height`` whole lines of the bucket; filler rows are padding
+    along ``batch``. The values add up to the product of ``sizes``.
+    """
+    row_axes = [axis for axis in axes if axis != BATCH]
+    row_area = math.prod(sizes[axis] for axis in row_axes)
+    filler = (sizes[BATCH] - len(rows)) * row_area
+    if len(row_axes) == 1:
+        (axis,) = row_axes
+        real = sum(row[axis] for row in rows)
+        return {
+            REAL: real,
+            f"padding_{BATCH}": filler,
+            f"padding_{axis}": len(rows) * row_area - real,
+        }
+    split = {REAL: 0, f"padding_{BATCH}": filler, **{f"padding_{axis}": 0 for axis in row_axes}}
+    for row in rows:
+        split[REAL] += math.prod(row[axis] for axis in row_axes)
+        outer = 1
+        inner = row_area
+        for axis in row_axes:
+            inner //= sizes[axis]
+            split[f"padding_{axis}"] += outer * (sizes[axis] - row[axis]) * inner
+            outer *= row[axis]
+    return split

@@ -61,8 +61,8 @@ class Dispatcher:
             ``seq``, else 1), though never beyond the hard limit.
         piece_overhead: axis -> positions that every piece of a split row spends on special
             tokens (2 for ``[CLS] ... [SEP]``).
-        padding_invariant: False sends every row to the fallback at its exact size, because
-            the model's answers depend on padding.
+        padding_invariant: False runs every row at its exact size, because the model's answers
+            depend on padding: in a bucket of just that size, else in the fallback.
 
     Raises:
         ConfigError: rules for an axis that rows of this grid do not have.
@@ -142,6 +142,9 @@ class Dispatcher:
         if bucket is None:
             return self._fall_back(shape, FallbackReason.OVER_MAX, keep, exact)
         if not self._padding_invariant:
+            row = tuple((axis, shape[axis]) for axis in self._grid.row_axes)
+            if self._grid.batch_sizes(row):
+                return Route("truncate" if keep else "bucket", row, keep=keep)
             return self._fall_back(shape, FallbackReason.CAPABILITY, keep, exact)
         if exact:
             return self._fall_back(shape, FallbackReason.REQUESTED, keep, exact)

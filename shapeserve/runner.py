@@ -105,7 +105,11 @@ class ModelRunner:
         """
         if fallback:
             sizes = self._fallback_sizes(sizes)
-            program, _ = self.programs.for_sizes(sizes)
+            program = (
+                self.programs.without_compiling(sizes)
+                if self.variants.sealed
+                else self.programs.for_sizes(sizes)[0]
+            )
             run, mode, label = self.layout.bind(program, sizes), Mode.FALLBACK, NO_BUCKET
         else:
             variant = self.variants[Bucket(tuple(sizes.items()))]

@@ -3,6 +3,7 @@
 Both are CSV files with a header line, plain or gzipped (a name that ends in ``.gz``):
 
 * a trace, ``t_s,len``: seconds since the first row (never decreasing), length in tokens;
+* a trace of shapes, ``t_s,height,width``: the same with a size along each axis that it names;
 * a histogram, ``tokens,count``: length in tokens, number of rows that have it.
 
 Every line is checked; the first bad one raises ``ConfigError`` with its file and number.
@@ -14,7 +15,7 @@ import csv
 import gzip
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +24,8 @@ from shapeserve.errors import ConfigError
 TRACE_HEADER = ("t_s", "len")
 HISTOGRAM_HEADER = ("tokens", "count")
 
-# One numbered data line: (line number, its two fields).
-_Line = tuple[int, tuple[str, str]]
+# One numbered data line: (line number, its fields).
+_Line = tuple[int, list[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,19 @@ class Trace:
 
     times_s: tuple[float, ...]
     lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """How many rows have which sizes.
+
+    Attributes:
+        axes: names of the axes; () for one axis that the file does not name (``len``, ``tokens``).
+        rows: size along each axis -> rows, ascending.
+    """
+
+    axes: tuple[str, ...]
+    rows: Mapping[tuple[int, ...], int]
 
 
 def read_trace(path: str | Path) -> Trace:
@@ -44,7 +58,8 @@ def read_trace(path: str | Path) -> Trace:
     header, lines = _read(path)
     if header != TRACE_HEADER:
         raise ConfigError(f"{path}:1: header is {_shown(header)}; a trace has t_s,len")
-    return _trace(path, lines)
+    times_s, sizes = _arrivals(path, header, lines)
+    return Trace(times_s, tuple(length for (length,) in sizes))
 
 
 def read_lengths(path: str | Path) -> dict[int, int]:
@@ -53,22 +68,41 @@ def read_lengths(path: str | Path) -> dict[int, int]:
     Raises:
         ConfigError: As for ``read_trace``.
     """
+    shapes = read_shapes(path)
+    if shapes.axes:
+        raise ConfigError(
+            f"{path}:1: sizes along {', '.join(shapes.axes)}; a trace of lengths has t_s,len"
+        )
+    return {length: rows for (length,), rows in shapes.rows.items()}
+
+
+def read_shapes(path: str | Path) -> Shapes:
+    """Count the row shapes of a trace, with named axes or without, or of a histogram.
+
+    Raises:
+        ConfigError: As for ``read_trace``.
+    """
     header, lines = _read(path)
-    if header == TRACE_HEADER:
-        return dict(sorted(Counter(_trace(path, lines).lengths).items()))
-    counts: Counter[int] = Counter()
-    for line, (tokens, count) in lines:
-        counts[_size(path, line, "tokens", tokens)] += _size(path, line, "count", count)
-    return dict(sorted(counts.items()))
+    counts: Counter[tuple[int, ...]] = Counter()
+    if header == HISTOGRAM_HEADER:
+        for line, (tokens, count) in lines:
+            counts[(_size(path, line, "tokens", tokens),)] += _size(path, line, "count", count)
+    else:
+        counts.update(_arrivals(path, header, lines)[1])
+    unnamed = header in (TRACE_HEADER, HISTOGRAM_HEADER)
+    return Shapes(() if unnamed else header[1:], dict(sorted(counts.items())))
 
 
-def _trace(path: str | Path, lines: list[_Line]) -> Trace:
+def _arrivals(
+    path: str | Path, header: tuple[str, ...], lines: list[_Line]
+) -> tuple[tuple[float, ...], list[tuple[int, ...]]]:
     times_s: list[float] = []
-    lengths: list[int] = []
-    for line, (t_s, length) in lines:
+    shapes: list[tuple[int, ...]] = []
+    for line, (t_s, *sizes) in lines:
         times_s.append(_time(path, line, t_s, not_before=times_s[-1] if times_s else 0.0))
-        lengths.append(_size(path, line, "len", length))
-    return Trace(tuple(times_s), tuple(lengths))
+        named = zip(header[1:], sizes, strict=True)
+        shapes.append(tuple(_size(path, line, name, size) for name, size in named))
+    return tuple(times_s), shapes
 
 
 def _read(path: str | Path) -> tuple[tuple[str, ...], list[_Line]]:
@@ -82,17 +116,20 @@ def _read(path: str | Path) -> tuple[tuple[str, ...], list[_Line]]:
             f"{path}: cannot be read: {reason}; give a CSV file (.csv or .csv.gz)"
         ) from error
     header = tuple(name.strip() for name in rows[0][1]) if rows else ()
-    if header not in (TRACE_HEADER, HISTOGRAM_HEADER):
+    named = len(header) > 1 and header[0] == TRACE_HEADER[0] and len(set(header)) == len(header)
+    if header != HISTOGRAM_HEADER and not (named and all(map(str.isidentifier, header))):
         raise ConfigError(
-            f"{path}:1: header is {_shown(header)}; a trace has t_s,len, a histogram tokens,count"
+            f"{path}:1: header is {_shown(header)}; a trace has t_s,len (or t_s and its axes, as "
+            "t_s,height,width), a histogram tokens,count"
         )
     lines: list[_Line] = []
     for line, fields in rows[1:]:
-        if len(fields) != 2:
+        if len(fields) != len(header):
             raise ConfigError(
-                f"{path}:{line}: {len(fields)} fields; every line has 2: {','.join(header)}"
+                f"{path}:{line}: {len(fields)} fields; every line has {len(header)}: "
+                f"{','.join(header)}"
             )
-        lines.append((line, (fields[0], fields[1])))
+        lines.append((line, fields))
     if not lines:
         raise ConfigError(f"{path}: has a header but no rows; at least one is needed")
     return header, lines

@@ -23,7 +23,7 @@ def text_config(directory: Path, **settings: Any) -> ServeConfig:
     return ServeConfig.from_dict({"models": [model]})
 
 
-def module_config(name: str, **settings: Any) -> ServeConfig:
+def module_config(name: str, /, **settings: Any) -> ServeConfig:
     """One of the modules of ``tiny``."""
     compile_ = {**QUICK, **settings.pop("compile", {})}
     model = tiny.module_config(name, threads=1, compile=compile_, **settings)

@@ -14,9 +14,10 @@ from shapeserve.serve.builder import build
 from shapeserve.serve.replica import new_engine
 
 
-def make_engine(config: ModelConfig, metrics: Metrics) -> Any:
-    fake = (config.path or "").startswith("fake:")
-    return (FakeEngine if fake else new_engine)(config, metrics)
+def make_engine(config: ModelConfig, metrics: Metrics, devices: dict[str, Any]) -> Any:
+    if (config.path or "").startswith("fake:"):
+        return FakeEngine(config, metrics)
+    return new_engine(config, metrics, devices)
 
 
 def app(args: ServeConfig) -> Application:

@@ -1,8 +1,9 @@
 """``python run_service.py CONFIG.json``: a service in a process of its own, driven over pipes.
 
 Says what happens as JSON lines on stdout and takes commands as JSON lines on stdin:
-``{"policy": [MODEL, POLICY]}``, ``{"raw_policies": ANYTHING}`` and ``{"metrics_port": null}``. Ends
-like ``shapeserve serve``, on SIGINT or SIGTERM.
+``{"policy": [MODEL, POLICY]}``, ``{"raw_policies": ANYTHING}``, ``{"applications": [...]}`` (to
+deploy beside its own) and ``{"metrics_port": null}``. Ends like ``shapeserve serve``, on SIGINT or
+SIGTERM.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from shapeserve.config import ServeConfig
 from shapeserve.errors import ShapeServeError
+from shapeserve.serve import launch
 from shapeserve.serve.launch import Service, start
 
 
@@ -30,9 +32,20 @@ def obey(service: Service, command: dict[str, Any]) -> Any:
     if "raw_policies" in command:  # what `serve deploy` would take, without our own check
         service._policies = command["raw_policies"]
         return service._deploy()
+    if "applications" in command:
+        return deploy_beside(service, command["applications"])
     import ray
 
     return ray.nodes()[0]["MetricsExportPort"]
+
+
+def deploy_beside(service: Service, applications: list[dict[str, Any]]) -> None:
+    """What `serve deploy` does with a file that has these applications as well."""
+    from ray.serve.schema import ServeDeploySchema
+
+    schema = launch.deploy_schema(service.config, service._import_path)
+    schema["applications"] += applications
+    launch._client().deploy_apps(ServeDeploySchema.model_validate(schema))
 
 
 def main(path: str) -> None:

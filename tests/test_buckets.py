@@ -1,12 +1,14 @@
 """Invariant I1: fit never raises, is optimal and monotone, and more buckets never hurt."""
 
 import itertools
+from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shapeserve.buckets import Bucket, Grid, Shape
+from shapeserve.buckets import Bucket, Grid, Shape, padding
 
 AXES = {1: ("seq",), 2: ("batch", "seq"), 3: ("batch", "height", "width")}
 SIZES = st.integers(1, 40)
@@ -188,3 +190,30 @@ def test_a_bucket_covers_shapes_up_to_its_sizes_on_its_own_axes() -> None:
     assert bucket.covers({"batch": 2, "seq": 8})
     assert not bucket.covers({"batch": 1, "seq": 9})
     assert not bucket.covers({"seq": 1, "width": 1})
+
+
+# What an executed area holds
+
+
+@st.composite
+def areas(draw: st.DrawFn) -> tuple[dict[str, int], list[dict[str, int]]]:
+    sizes = {axis: draw(st.integers(1, 6)) for axis in ("batch", "height", "width")}
+    row = st.fixed_dictionaries(
+        {axis: st.integers(1, sizes[axis]) for axis in sizes if axis != "batch"}
+    )
+    return sizes, draw(st.lists(row, max_size=sizes["batch"]))
+
+
+@given(areas())
+def test_i7_every_element_of_an_area_is_real_or_padding_of_one_axis(
+    case: tuple[dict[str, int], list[dict[str, int]]],
+) -> None:
+    sizes, real_rows = case
+    kinds = np.full((sizes["batch"], sizes["height"], sizes["width"]), "padding_batch", object)
+    for image, row in zip(kinds, real_rows, strict=False):
+        image[:] = "padding_height"
+        image[: row["height"]] = "padding_width"
+        image[: row["height"], : row["width"]] = "real"
+    counted = padding(("batch", "height", "width"), real_rows, sizes)
+    assert {kind: n for kind, n in counted.items() if n} == Counter(kinds.ravel().tolist())
+    assert sum(counted.values()) == kinds.size

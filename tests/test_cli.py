@@ -119,6 +119,19 @@ def test_plan_json_goes_to_stdout_alone_or_beside_the_table(toy: Path, tmp_path:
     assert "toy on cpu" in beside.stdout
 
 
+def test_config_and_plan_show_every_model_of_an_application() -> None:
+    example = EXAMPLE.with_name("two-models.yaml")
+    names = ["queries", "documents"]
+    resolved = yaml.safe_load(run("config", example).stdout)
+    assert [model["name"] for model in resolved["models"]] == names
+    planned = json.loads(run("plan", example, "--device", "cuda", "--json", "-").stdout)["models"]
+    assert [model["model"] for model in planned] == names
+    assert [len(model["axes"]) for model in planned] == [2, 1]  # padded by its policy, packed
+    table = run("plan", example, "--device", "cpu").stdout
+    assert "queries on cpu: 16 buckets" in table
+    assert "documents on cpu: 96 buckets" in table
+
+
 def test_plan_of_packed_rows_lists_the_sizes_of_a_batch(minilm_dir: Path) -> None:
     result = run("plan", "--model", minilm_dir, "--device", "cuda")
     assert "all-MiniLM-L6-v2 on cuda: 27 buckets (tokens)" in result.stdout
@@ -184,12 +197,15 @@ def test_serve_says_where_and_stops_cleanly_on_ctrl_c(
 
 
 def test_serve_options_win_over_the_file(toy: Path, started: list[FakeService]) -> None:
-    options = "--host 0.0.0.0 --port 9 --replicas 2 --device auto --proxy default --drain-s 3"
-    assert run("serve", toy, *options.split()).exit_code == 0
+    options = "--host 0.0.0.0 --port 9 --grpc-port 8 --replicas 2 --device auto --drain-s 3"
+    result = run("serve", toy, *options.split(), "--proxy", "default")
+    assert result.exit_code == 0
+    assert "grpc://" in result.stdout
     config = started[0].config
     assert config.serve.model_dump(exclude={"max_body_bytes"}) == {
         "host": "0.0.0.0",
         "port": 9,
+        "grpc_port": 8,
         "replicas": 2,
         "proxy": "default",
         "drain_s": 3.0,
@@ -290,3 +306,17 @@ def test_progress_on_a_terminal_is_a_bar_that_goes_away() -> None:
     text = shown((3, 8, "verify"), terminal=True)
     assert "3/8" in text
     assert "verify" in text
+
+
+def test_plan_of_images_shows_the_waste_of_each_axis(toy: Path, tmp_path: Path) -> None:
+    text = toy.read_text().replace("[batch, seq]", "[batch, 3, height, width]")
+    shapes = '"height,width": {shapes: [[4, 6], [6, 4]]}'
+    toy.write_text(text.replace("seq: {explicit: [8, 64]}", shapes))
+    trace = tmp_path / "trace.csv"
+    trace.write_text("t_s,height,width\n0,4,6\n1,4,5\n")
+    result = run("plan", toy, "--lengths", trace)
+    assert result.exit_code == 0
+    cells = [line.split() for line in result.stdout.splitlines()]
+    assert ["4", "x", "6", "24", "96", "100.0%"] in cells
+    assert ["policy", "padding_height", "padding_width"] in cells
+    assert ["this", "grid", "0.0%", "8.3%"] in cells

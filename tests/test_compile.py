@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from shapeserve.buckets import Bucket, Grid
 from shapeserve.compile.breaks import classify_break
 from shapeserve.compile.cache import ensure_cache_dir
+from shapeserve.compile.graph import GraphPool
 from shapeserve.compile.monitor import (
     CompileMonitor,
     _cache_results,
@@ -55,9 +56,7 @@ def module() -> torch.nn.Module:
 
 @pytest.fixture
 def monitor() -> CompileMonitor:
-    metrics = Metrics()
-    metrics.preset("m", ["batch=2,seq=8"], ("batch", "seq"))
-    return CompileMonitor(metrics, "m")
+    return monitor_of("m")
 
 
 def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -77,9 +76,17 @@ def count(monitor: CompileMonitor, name: str, **labels: str) -> float:
     )
 
 
-def warm_programs(module: torch.nn.Module, **settings: object) -> Programs:
+def monitor_of(model: str, metrics: Metrics | None = None) -> CompileMonitor:
+    metrics = metrics or Metrics()
+    metrics.preset(model, ["batch=2,seq=8"], ("batch", "seq"))
+    return CompileMonitor(metrics, model)
+
+
+def warm_programs(
+    module: torch.nn.Module, monitor: CompileMonitor | None = None, **settings: object
+) -> Programs:
     options = {"tier": Tier.COMPILED, "freeze": False, "backend": "eager", **settings}
-    programs = Programs(module, **options)  # type: ignore[arg-type]
+    programs = Programs(module, monitor=monitor or monitor_of("m"), **options)  # type: ignore[arg-type]
     programs.compile_many(lambda program: program(ids(3, 40)))
     programs.compile_single(lambda program: program(ids(1, 40)))
     return programs
@@ -98,7 +105,7 @@ def test_twelve_programs_of_one_module_each_stay_compiled(
     # One shared code object would hit torch's recompile_limit of 8 and go eager silently.
     with torch.no_grad():
         for _ in range(12):
-            compiled(module, "p", backend="eager")(ids(3, 8))
+            compiled(module, "p", backend="eager", monitor=monitor)(ids(3, 8))
             assert len(monitor.collect(CompilePhase.WARMUP)) == 1
 
 
@@ -106,11 +113,9 @@ def test_twelve_programs_of_one_module_each_stay_compiled(
 @given(shapes=st.lists(st.tuples(st.integers(1, 9), st.integers(2, 70)), min_size=1, max_size=6))
 def test_i2_two_compiles_serve_every_shape(shapes: list[tuple[int, int]]) -> None:
     module = Tokens().eval().requires_grad_(False)
-    metrics = Metrics()
-    metrics.preset("m", ["batch=2,seq=8"], ("batch", "seq"))
-    monitor = CompileMonitor(metrics, "m")
+    monitor = monitor_of("m")
     with torch.no_grad():
-        programs = warm_programs(module)
+        programs = warm_programs(module, monitor)
         assert len(monitor.collect(CompilePhase.WARMUP)) == 2
         for batch, seq in shapes:
             run, tier = programs.for_sizes({"batch": batch, "seq": seq})
@@ -130,7 +135,7 @@ def test_a_planted_recompile_is_counted_with_its_reason_and_logged_once(
     module: torch.nn.Module, monitor: CompileMonitor, caplog: pytest.LogCaptureFixture
 ) -> None:
     with torch.no_grad():
-        programs = warm_programs(module)
+        programs = warm_programs(module, monitor)
         monitor.collect(CompilePhase.WARMUP)
         programs.for_sizes({"batch": 2, "seq": 8})[0](ids(2, 8).to(torch.int32))
         (event,) = monitor.collect(CompilePhase.REQUEST, "batch=2,seq=8")
@@ -150,12 +155,30 @@ def test_a_compile_of_another_thread_is_not_taken_for_ours(
 
     def compile_there() -> None:
         with torch.no_grad():
-            compiled(module, "there", backend="eager")(ids(2, 8))
+            compiled(module, "there", backend="eager", monitor=monitor)(ids(2, 8))
 
     thread = threading.Thread(target=compile_there)
     thread.start()
     thread.join()
     assert monitor.collect(CompilePhase.REQUEST) == ()
+
+
+def test_a_recompile_is_counted_for_the_model_it_is_of_whoever_collects_first(
+    module: torch.nn.Module,
+) -> None:
+    metrics = Metrics()
+    first, second = monitor_of("first", metrics), monitor_of("second", metrics)
+    with torch.no_grad():
+        programs = warm_programs(module, first)
+        others = warm_programs(module, second)
+        assert len(first.collect(CompilePhase.WARMUP)) == 2
+        assert len(second.collect(CompilePhase.WARMUP)) == 2
+        programs.for_sizes({"batch": 2, "seq": 8})[0](ids(2, 8).to(torch.int32))
+        others.for_sizes({"batch": 2, "seq": 8})[0](ids(2, 8))
+    assert second.collect(CompilePhase.REQUEST) == ()
+    assert len(first.collect(CompilePhase.REQUEST)) == 1
+    assert count(first, "recompiles_total", model="first") == 1
+    assert count(first, "recompiles_total", model="second") == 0
 
 
 @pytest.mark.parametrize(
@@ -219,8 +242,10 @@ class Branching(torch.nn.Module):
         return (x + 1,)
 
 
-def broken_program(module: torch.nn.Module, *inputs: torch.Tensor) -> Programs:
-    programs = Programs(module, tier=Tier.COMPILED, freeze=False, backend="eager")
+def broken_program(
+    module: torch.nn.Module, monitor: CompileMonitor, *inputs: torch.Tensor
+) -> Programs:
+    programs = Programs(module, tier=Tier.COMPILED, freeze=False, backend="eager", monitor=monitor)
     with torch.no_grad():
         programs.compile_many(lambda program: program(*inputs))
     return programs
@@ -229,7 +254,7 @@ def broken_program(module: torch.nn.Module, *inputs: torch.Tensor) -> Programs:
 def test_a_planted_graph_break_is_counted_with_its_reason_and_the_answer_stays(
     monitor: CompileMonitor,
 ) -> None:
-    programs = broken_program(Branching(), ids(3, 8))
+    programs = broken_program(Branching(), monitor, ids(3, 8))
     run, _ = programs.for_sizes({"batch": 2, "seq": 4})
     with torch.no_grad():
         assert run(ids(2, 4))[0].eq(1).all()
@@ -256,7 +281,7 @@ def test_a_planted_eager_fallback_is_counted_as_an_eager_frame_and_as_its_break(
     monitor: CompileMonitor,
 ) -> None:
     torch._dynamo.reset()
-    broken_program(Looping(), ids(3, 8))
+    broken_program(Looping(), monitor, ids(3, 8))
     events = monitor.collect(CompilePhase.WARMUP)
     assert [event.name for event in events if event.eager] == ["forward"]
     assert count(monitor, "eager_frames_total", reason="unsupported") == 1
@@ -269,7 +294,7 @@ def test_an_eager_frame_after_the_seal_is_an_error_that_names_the_shape_class(
 ) -> None:
     for _ in range(2):
         torch._dynamo.reset()  # a frame that cannot be compiled is tried once in a process
-        broken_program(Looping(), ids(3, 8))
+        broken_program(Looping(), monitor, ids(3, 8))
         monitor.collect(CompilePhase.REQUEST, NO_BUCKET)
     (error,) = (error for error in errors(caplog) if "eager frame" in error)  # once for each cause
     assert "model m at fallback: forward" in error
@@ -301,7 +326,7 @@ class Stack(torch.nn.Module):
 
 def test_layers_that_share_their_code_are_told_apart_when_the_graph_breaks() -> None:
     # Twelve: also more than torch's recompile limit of 8 for one code object.
-    run, _ = broken_program(Stack(), ids(3, 8)).for_sizes({"batch": 2, "seq": 4})
+    run, _ = broken_program(Stack(), monitor_of("m"), ids(3, 8)).for_sizes({"batch": 2, "seq": 4})
     with torch.no_grad():
         assert run(ids(2, 4))[0].equal(Stack()(ids(2, 4))[0])
 
@@ -325,11 +350,11 @@ def test_break_texts_map_to_a_closed_set(text: str, reason: GraphBreakReason) ->
 
 
 def test_emptied_counters_of_torch_lose_no_later_break(monitor: CompileMonitor) -> None:
-    broken_program(Branching(), ids(3, 8))
+    broken_program(Branching(), monitor, ids(3, 8))
     monitor.collect(CompilePhase.WARMUP)
     torch._dynamo.utils.counters.clear()
     torch._dynamo.reset()
-    broken_program(Branching(), ids(3, 8))
+    broken_program(Branching(), monitor, ids(3, 8))
     monitor.collect(CompilePhase.WARMUP)
     assert count(monitor, "graph_breaks_total", reason="data_dependent") == 4
 
@@ -338,7 +363,7 @@ def test_stages_that_did_not_run_are_not_counted(
     module: torch.nn.Module, monitor: CompileMonitor
 ) -> None:
     with torch.no_grad():
-        compiled(module, "p", backend="eager")(ids(3, 8))
+        compiled(module, "p", backend="eager", monitor=monitor)(ids(3, 8))
     monitor.collect(CompilePhase.WARMUP)
     assert count(monitor, "compiles_total", stage="dynamo") == 1
     assert count(monitor, "compiles_total", stage="aot_autograd") == 1  # one graph
@@ -398,12 +423,12 @@ def test_torchs_own_cache_is_seen_to_miss_and_hit_and_packed_weights_to_bypass_i
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     for expected in ({"miss": 1}, {"miss": 1, "hit": 1}):
         with torch.no_grad():
-            compiled(module, "p", backend="inductor")(ids(3, 8))
+            compiled(module, "p", backend="inductor", monitor=monitor)(ids(3, 8))
         monitor.collect(CompilePhase.WARMUP)
         for result in ("hit", "miss", "bypass"):
             assert count(monitor, "compile_cache_total", result=result) == expected.get(result, 0)
     with torch.no_grad(), freezing(True):
-        compiled(module, "p", backend="inductor")(ids(3, 8))
+        compiled(module, "p", backend="inductor", monitor=monitor)(ids(3, 8))
     monitor.collect(CompilePhase.WARMUP)
     assert count(monitor, "compile_cache_total", result="bypass") == 1
     assert count(monitor, "compiles_total", stage="inductor") == 2  # not for the hit
@@ -412,13 +437,7 @@ def test_torchs_own_cache_is_seen_to_miss_and_hit_and_packed_weights_to_bypass_i
 def test_a_planted_overflow_of_the_recompile_limit_runs_eager_counted_and_logged_once(
     module: torch.nn.Module, monitor: CompileMonitor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    programs = Programs(
-        module,
-        tier=Tier.COMPILED,
-        freeze=False,
-        backend="eager",
-        on_limit=monitor.count_eager_frame,
-    )
+    programs = Programs(module, tier=Tier.COMPILED, freeze=False, backend="eager", monitor=monitor)
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1):
         programs.compile_many(lambda program: program(ids(3, 8)))
         monitor.collect(CompilePhase.WARMUP)
@@ -446,6 +465,34 @@ def test_a_cache_directory_that_cannot_be_written_is_replaced_with_a_warning(
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == fresh
     assert "not writable" in caplog.text
     assert ensure_cache_dir() == fresh
+
+
+class FakeStreams:
+    """As torch: so many streams, handed out in turn, equal if they are the same one."""
+
+    def __init__(self, many: int) -> None:
+        self._many = many
+        self._next = 0
+
+    def __call__(self, device: torch.device) -> int:
+        self._next += 1
+        return self._next % self._many
+
+
+def test_grids_that_live_at_the_same_time_never_share_a_capture_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStreams(3))
+    cpu = torch.device("cpu")
+    stays, swapped = GraphPool(cpu), GraphPool(cpu)
+    for _ in range(7):  # a new policy each, warmed beside the old one
+        old, swapped = swapped, GraphPool(cpu)
+        assert len({stays._stream, old._stream, swapped._stream}) == 3
+        del old
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStreams(2))
+    with pytest.raises(RuntimeError, match="serve fewer models"):
+        GraphPool(cpu)
 
 
 class FakePool:

@@ -8,6 +8,7 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import BaseModel, ValidationError
 
 from shapeserve.config import (
@@ -90,7 +91,7 @@ def test_the_documented_shape_is_read(tmp_path: Path) -> None:
     )
     (served,) = config.models
     assert served.policy["batch"].explicit == (1, 2, 4, 8, 16, 32)
-    assert (served.policy["seq"].smallest, served.policy["seq"].largest) == (8, 256)
+    assert served.policy["seq"].ends == ((8, 256),)
     assert served.rare_shapes["seq"] == RareShape()
     assert served.limits == Limits(max_length=256, hard_limit=512)
     assert config.serve == HttpConfig()
@@ -320,7 +321,7 @@ def test_a_grid_that_misses_the_limits_is_refused(
 
 def test_batch_sizes_are_not_bounded_by_the_length_limits() -> None:
     policy = {"batch": {"explicit": [1, 1024]}, "seq": {"explicit": [256]}}
-    assert model(policy=policy, limits={"max_length": 256}).policy["batch"].largest == 1024
+    assert model(policy=policy, limits={"max_length": 256}).policy["batch"].ends == ((1, 1024),)
 
 
 @pytest.mark.parametrize(
@@ -409,7 +410,7 @@ def test_a_wrong_module_declaration_is_refused(keys: dict[str, Any], expected: s
             "inputs.x.dims[1]: got 1.5, must be a whole number",
         ),
         ({"pad": 0.5}, "inputs.x.pad: pad 0.5 is not a whole number, but dtype is int64"),
-        ({"dims": ["batch", 3], "make": "mask"}, "inputs.x.make: make: mask needs an axis as sec"),
+        ({"dims": ["batch", 3], "make": "mask"}, "inputs.x.make: make: mask needs an axis bes"),
         ({"make": "mask"}, "models[0].inputs: every input is made by the layout"),
         ({"dtype": "float8"}, "inputs.x.dtype: got 'float8', must be 'float32'"),
     ],
@@ -424,6 +425,13 @@ def test_a_wrong_input_spec_is_refused(spec: dict[str, Any], expected: str) -> N
     assert expected in refusal({"models": [data]})
 
 
+def test_models_of_a_service_agree_on_threads() -> None:
+    two, none, four = ({"path": "/m", "threads": n} for n in (2, None, 4))
+    assert len(ServeConfig.from_dict({"models": [none, two, none, two]}).models) == 4
+    message = refusal({"models": [none, two, four, none]})
+    assert message.startswith("models[2].threads: threads 4 differs from 2 above")
+
+
 def test_two_models_cannot_share_a_name_or_alias() -> None:
     one = {"path": "/a", "name": "x"}
     message = refusal({"models": [one, {"path": "/b", "name": "y", "aliases": ["x"]}]})
@@ -433,6 +441,27 @@ def test_two_models_cannot_share_a_name_or_alias() -> None:
 @pytest.mark.parametrize("port", [0, 65536, True])
 def test_a_port_must_be_one(port: int) -> None:
     assert "serve.port: got" in refusal({"models": [{"path": "/a"}], "serve": {"port": port}})
+
+
+@pytest.mark.parametrize(
+    ("serve", "message"),
+    [
+        ({"grpc_port": 0}, "serve.grpc_port: got 0"),
+        ({"port": 9, "grpc_port": 9}, "grpc_port 9 is the HTTP port; choose another"),
+        (
+            {"proxy": "default", "host": "192.0.2.2", "grpc_port": 9},
+            "gRPC cannot listen on 192.0.2.2 alone; use proxy fast, or host 127.0.0.1 or 0.0.0.0",
+        ),
+    ],
+)
+def test_a_grpc_port_that_cannot_be_served_is_refused(serve: Any, message: str) -> None:
+    assert message in refusal({"models": [{"path": "/a"}], "serve": serve})
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "localhost", "::1", "0.0.0.0", "::"])
+def test_rays_python_proxy_can_serve_grpc_to_this_machine_or_to_all(host: str) -> None:
+    serve = {"proxy": "default", "host": host, "grpc_port": 9}
+    assert ServeConfig.from_dict({"models": [{"path": "/a"}], "serve": serve}).serve.grpc_port == 9
 
 
 def test_no_models_at_all_is_refused() -> None:
@@ -500,7 +529,7 @@ def test_every_field_says_effect_unit_and_default() -> None:
 def test_the_schema_knows_keys_by_their_yaml_names_and_refuses_others() -> None:
     schema = json_schema()
     names = {name for name, _ in fields(schema)}
-    assert {"ModelConfig.import", "ModelConfig.rare_shapes", "HttpConfig.drain_s"} <= names
+    assert {"ModelConfig.import", "ModelConfig.rare_shapes", "HttpConfig.grpc_port"} <= names
     assert all(d["additionalProperties"] is False for d in schema["$defs"].values())
 
 
@@ -508,3 +537,116 @@ def test_python_code_may_build_the_models_directly() -> None:
     built = ModelConfig(import_="a:b", inputs=module().inputs, outputs=module().outputs)
     assert built.import_ == "a:b"
     assert isinstance(AxisPolicy(explicit=(8, 16)), BaseModel)
+
+
+# Several axes together, and limits for each
+
+
+SHAPES = {"height,width": {"shapes": [[480, 640], [640, 480]]}}
+
+
+def test_shapes_survive_yaml_plain_data_and_the_policy_alone(tmp_path: Path) -> None:
+    config = module(policy=SHAPES, limits={"max_length": {"height": 640, "width": 640}})
+    assert config.policy["height,width"].shapes == ((480, 640), (640, 480))
+    data = ServeConfig(models=(config,)).to_dict()
+    file = tmp_path / "service.yaml"
+    file.write_text(yaml.safe_dump(data))
+    assert ServeConfig.from_yaml(file).models[0] == config
+    assert parse_policy(data["models"][0]["policy"]) == config.policy
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ({"height,width": {"explicit": [8]}}, "height,width: the axes height,width together are"),
+        ({"height,width": {"shapes": []}}, "height,width.shapes: no shape is given; list at"),
+        ({"height,width": {"shapes": [[8]]}}, "shapes[0]: shape [8] has 1 sizes; height,width ne"),
+        ({"height,width": {"shapes": [[8, 0]]}}, "shapes[0][1]: got 0, must be greater"),
+        ({"height,width": {"shapes": [8, 8]}}, "shapes[0]: got 8, must be a list"),
+        ({"height,width": {"shapes": [[8, 8], [8, 8]]}}, "shapes[1]: shape [8, 8] is there twice"),
+        ({"height": {"shapes": [[8]]}}, "height.shapes: shapes are sizes of several row axes"),
+        ({"batch,width": {"shapes": [[8, 8]]}}, "shapes: shapes are sizes of several row axes"),
+        ({**SHAPES, "width": {"explicit": [8]}}, "width: the sizes of width are given by 'height,"),
+        ({"width,width": {"shapes": [[8, 8]]}}, "width,width: the sizes of width are given by"),
+        ({"height,": {"shapes": [[8, 8]]}}, "got 'height,', must match pattern"),
+        ({"height,with": {"shapes": [[8, 8]]}}, "no input has the axis 'with'; did you mean"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_wrong_shapes_are_refused(policy: dict[str, Any], expected: str) -> None:
+    assert expected in refusal({"models": [{**MODULE, "policy": policy}]})
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({"max_length": {"height": 0}}, "max_length.height: got 0, must be greater than or eq"),
+        ({"max_length": {"hight": 8}}, "limits: rows have no axis 'hight'; did you mean 'height'"),
+        ({"hard_limit": {"batch": 8}}, "limits: rows have no axis 'batch'"),
+        (
+            {"max_length": {"height": 640}, "hard_limit": {"height": 512}},
+            "limits.max_length.height: max_length 640 is above hard_limit 512",
+        ),
+        (
+            {"max_length": 640, "hard_limit": {"width": 512}},
+            "limits.max_length: max_length 640 is above hard_limit 512",
+        ),
+        (
+            {"min_length": {"height": 9}, "max_length": 8},
+            "min_length.height: min_length 9 is above the largest bucket of 8; lower it",
+        ),
+        ({"min_length": 0}, "limits.min_length: got 0, must be greater than or equal to 1"),
+        (
+            {"hard_limit": {"height": 512}, "max_queue_tokens": 256},
+            "max_queue_tokens 256 would never admit a row of 512",
+        ),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_wrong_limits_of_an_axis_are_refused(limits: dict[str, Any], expected: str) -> None:
+    assert expected in refusal({"models": [{**MODULE, "limits": limits}]})
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({"hard_limit": {"height": 512}}, "largest bucket height=640 is above limits.hard_limit"),
+        ({"max_length": {"width": 512}}, "largest bucket width=640 is above limits.max_length 51"),
+        ({"max_length": {"width": 700}}, "largest bucket width=640 does not cover limits.max_len"),
+        ({"min_length": {"width": 500}}, "smallest bucket width=480 is below limits.min_length 5"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_shapes_beyond_the_limits_of_an_axis_are_refused(
+    limits: dict[str, Any], expected: str
+) -> None:
+    message = refusal({"models": [{**MODULE, "policy": SHAPES, "limits": limits}]})
+    assert expected in message
+    assert message.startswith("models[0].policy.height,width")
+
+
+def test_a_text_model_has_no_shortest_row() -> None:
+    assert "limits.min_length: min_length belongs to import" in model_refusal(
+        limits={"min_length": 4}
+    )
+
+
+def test_pieces_of_a_split_row_cannot_be_held_to_a_shortest_row() -> None:
+    keys = {"limits": {"min_length": 4}, "rare_shapes": {"width": {"over_max": "split"}}}
+    assert "rare_shapes.width.over_max: the last piece" in refusal({"models": [{**MODULE, **keys}]})
+
+
+@pytest.mark.parametrize(
+    "dim", ["height/0", "height/x", "/4", "height/4/2", "batch/2", "width/1.5"]
+)
+def test_an_output_rate_that_is_none_is_refused(dim: str) -> None:
+    outputs = {"y": {"dtype": "float32", "dims": ["batch", dim]}}
+    message = refusal({"models": [{**MODULE, "outputs": outputs}]})
+    assert f"outputs.y.dims[1]: dim {dim!r} is no axis at a lower rate; write it as" in message
+
+
+def test_an_output_rate_of_an_axis_that_is_not_there_is_refused() -> None:
+    outputs = {"y": {"dtype": "float32", "dims": ["batch", "frames/4"]}}
+    assert "no input has the axis 'frames/4'" in refusal(
+        {"models": [{**MODULE, "outputs": outputs}]}
+    )

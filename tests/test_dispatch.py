@@ -260,13 +260,26 @@ def test_a_caller_can_ask_for_no_padding_at_all() -> None:
 
 def test_a_model_that_padding_would_change_runs_every_row_at_its_own_size() -> None:
     dispatcher = text(options={"padding_invariant": False})
-    assert dispatcher.route({"seq": 16}) == Route("fallback", seq(16), FallbackReason.CAPABILITY)
+    assert dispatcher.route({"seq": 16}) == Route("bucket", seq(16))
     assert dispatcher.route({"seq": 13}) == Route("fallback", seq(13), FallbackReason.CAPABILITY)
     assert dispatcher.route({"seq": 300}).row == seq(300)
-    assert dispatcher.route({"seq": 300}, over_max="truncate") == Route(
-        "truncate", seq(256), FallbackReason.CAPABILITY, keep={"seq": 256}
-    )
+    cut = Route("truncate", seq(256), keep={"seq": 256})
+    assert dispatcher.route({"seq": 300}, over_max="truncate") == cut
     assert dispatcher.route({"seq": 513}).action == "reject"
+
+
+def test_a_bucket_serves_only_its_own_shape_where_padding_would_change_answers() -> None:
+    shapes = [(480, 640), (640, 480)]
+    grid = Grid(
+        ("batch", "height", "width"),
+        [Bucket.of(batch=b, height=h, width=w) for b in (2, 4) for h, w in shapes],
+    )
+    dispatcher = Dispatcher(grid, {}, {"height": 1024, "width": 1024}, padding_invariant=False)
+    assert dispatcher.route({"height": 480, "width": 640}).reason is None
+    for height, width in ((480, 639), (479, 640), (480, 480), (640, 640)):
+        route = dispatcher.route({"height": height, "width": width})
+        assert route.action == "fallback"
+        assert route.row == (("height", height), ("width", width))
 
 
 # The decision as a value

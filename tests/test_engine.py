@@ -7,7 +7,7 @@ import gc
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -385,10 +385,11 @@ def test_i6_a_batch_that_raises_is_retried_row_by_row() -> None:
 
 
 class Blocked:
-    """Keeps the device thread busy until released."""
+    """Keeps the device thread busy until released, and then does ``last`` there."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, last: Callable[[], None] = lambda: None) -> None:
         self._engine = engine
+        self._last = last
         self._release = threading.Event()
         self._started = threading.Event()
 
@@ -396,13 +397,14 @@ class Blocked:
         def job() -> None:
             self._started.set()
             self._release.wait(30)
+            self._last()
 
         self._job = self._engine._device.call(job)
         self._started.wait(30)
 
     def __exit__(self, *_: object) -> None:
         self._release.set()
-        self._job.result()
+        self._job.exception()
 
 
 @pytest.mark.asyncio
@@ -516,9 +518,8 @@ def _die() -> None:
 def test_a_dead_device_thread_fails_everybody_and_turns_health_red(text_dir: Path) -> None:
     engine = engines.started(engines.text_config(text_dir, policy=BUCKETS))
     engine.healthy()
-    with Blocked(engine):
+    with Blocked(engine, last=_die):
         answers = engine.admit_when_free(engine.prepare([tiny.text_of(5)] * 3))
-        engine._device.call(_die)
     with pytest.raises(Unavailable, match="died"):
         answers()
     with pytest.raises(Unavailable, match="died"):

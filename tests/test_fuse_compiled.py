@@ -83,7 +83,7 @@ class TestCompiled:
         fuse(module, runner(module), gelu=linear_gelu)
         monitor = self.monitor()
         with torch.no_grad():
-            program = compiled(module, "fused", backend="eager")
+            program = compiled(module, "fused", backend="eager", monitor=monitor)
             for shape in self.SHAPES:
                 expected = runner(module, *shape)()[0]
                 assert difference(program(*rows(*shape))[0], expected) <= TOLERANCE
@@ -96,7 +96,7 @@ class TestCompiled:
         fuse(module, runner(module), gelu=linear_gelu)
         monitor = self.monitor()
         with torch.no_grad(), fresh_cache(), freezing(freeze):
-            program = compiled(module, "fused", backend="inductor")
+            program = compiled(module, "fused", backend="inductor", monitor=monitor)
             for shape, answer in expected.items():
                 assert difference(program(*rows(*shape))[0], answer) <= TOLERANCE
         assert len(monitor.collect(CompilePhase.WARMUP)) == 1
@@ -118,7 +118,7 @@ class TestCompiled:
         assert fuse_verified(module, runner(module), TOLERANCE, gelu=named).active
         monitor = self.monitor()
         with torch.no_grad():
-            program = compiled(module, "fused", backend="eager")
+            program = compiled(module, "fused", backend="eager", monitor=monitor)
             calls.clear()
             for shape in self.SHAPES[1:]:
                 program(*rows(*shape))

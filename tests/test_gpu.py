@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_examples
 import tiny
 import torch
 
-from shapeserve.config import ServeConfig
-from shapeserve.engine import Engine
+from shapeserve.config import AxisPolicy, ServeConfig
+from shapeserve.engine import DeviceThread, Engine
 from shapeserve.metrics import identities
 from shapeserve.warmup.probe import TOLERANCE, relative_error
 
@@ -160,3 +162,53 @@ def test_token_outputs_travel_back_without_their_padding() -> None:
         for row, result in zip(rows, results, strict=True):
             assert result.outputs["tokens"].shape == (len(row), 8)
             assert np.isfinite(result.outputs["tokens"]).all()
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_i4_i5_two_models_share_a_gpu_while_the_grid_of_one_is_replaced(
+    directory: Path, tmp_path: Path, layout: str
+) -> None:
+    # More new grids than torch has streams: one frees its graphs while the other's are replayed.
+    other = tiny.write_model(tmp_path / "other", max_length=256, positions=512, seed=1)
+    device = DeviceThread()
+    compile_ = {"tier": "eager_graph"}
+    stays, swapped = (
+        Engine(
+            ServeConfig.from_dict(
+                {"models": [{"path": str(path), "layout": layout, "compile": compile_}]}
+            ),
+            device=device,
+        ).start()
+        for path in (directory, other)
+    )
+    texts = [tiny.text_of(3 + (17 * i) % 200, seed=i) for i in range(60)]
+    answers = [expected(stays, text) for text in texts]
+    axis = "tokens" if layout == "packed" else "seq"
+    with stays, swapped:
+        for i in range(34):
+            last = 512 if axis == "tokens" else 256
+            swapped.swap_policy({axis: AxisPolicy(explicit=(64 + 2 * i, last))})
+            gc.collect()
+            for engine in (swapped, stays):
+                results = engine.run(texts)
+            for result, answer in zip(results, answers, strict=True):
+                assert relative_error([vector(result)], answer) < TOLERANCE["float32"]
+        (prepared,) = swapped.run(texts[:1])
+        assert relative_error([vector(prepared)], expected(swapped, texts[0])) < 1e-4
+        for engine in (stays, swapped):
+            assert identities(engine.metrics.samples()) == []
+            assert samples(engine, "recompiles_total") == 0
+
+
+@pytest.mark.parametrize(
+    ("tier", "backend"), [("eager_graph", "eager"), ("graph", "eager"), ("graph", "inductor")]
+)
+@pytest.mark.parametrize("name", ["image_encoder", "audio_encoder"])
+def test_i4_images_and_audio_in_graphs_equal_the_unpadded_eager_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, tier: str, backend: str
+) -> None:
+    config, trace = test_examples.small(tmp_path, name, tier, backend)
+    assert test_examples.run.main([str(config), str(trace)]) == 0
+    shown = capsys.readouterr().out.split()
+    assert "graph" in shown
+    assert "fallback" in shown  # one row is beyond the grid

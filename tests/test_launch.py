@@ -1,6 +1,8 @@
 """Starting a service: what can be wrong before Ray starts, and what Ray is told. No Ray here."""
 
+import importlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -40,6 +42,15 @@ def test_a_port_in_use_is_a_clear_error_and_nothing_is_started(tmp_path: Path) -
 def test_an_address_of_another_machine_is_a_clear_error() -> None:
     with pytest.raises(ConfigError, match=r"serve\.port: 203\.0\.113\.1:8000 cannot be used"):
         launch._check_port("203.0.113.1", 8000)
+
+
+def test_a_grpc_port_in_use_is_a_clear_error() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"serve\.grpc_port: 127\.0\.0\.1:{port} cannot"):
+            launch.start(config(port=launch._free_block(1), grpc_port=port))
 
 
 @pytest.mark.parametrize("has", [True, False])
@@ -117,6 +128,36 @@ def test_the_deployed_args_are_the_configuration() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("serve", "function"),
+    [
+        ({}, "add_to_local_server"),
+        ({"proxy": "default"}, "add_to_local_server"),
+        ({"proxy": "default", "host": "0.0.0.0"}, "add_to_server"),
+        # HAProxy is what all interfaces reach; behind it is this machine.
+        ({"host": "0.0.0.0"}, "add_to_local_server"),
+    ],
+)
+def test_rays_grpc_servers_let_in_whom_the_host_lets_in(serve: Any, function: str) -> None:
+    options = launch.deploy_schema(config(grpc_port=9, **serve))["grpc_options"]
+    assert options["port"] == 9
+    (path,) = options["grpc_servicer_functions"]
+    module, _, name = path.rpartition(".")
+    assert name == function
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_without_a_grpc_port_there_is_no_grpc(tmp_path: Path) -> None:
+    assert "grpc_options" not in launch.deploy_schema(config())
+    assert not [name for name in launch._flags(config(), tmp_path) if name.endswith("MESSAGE_SIZE")]
+
+
+@pytest.mark.parametrize(("body", "message"), [(1 << 20, 64 << 20), (1 << 30, 4 << 30)])
+def test_grpc_reads_no_message_far_above_the_limit(tmp_path: Path, body: int, message: int) -> None:
+    flags = launch._flags(config(grpc_port=9, max_body_bytes=body), tmp_path)
+    assert int(flags["RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"]) == min(message, 2**31 - 1)
+
+
 def test_the_documented_serve_config_deploys_what_the_command_does() -> None:
     text = (Path(__file__).parent.parent / "docs" / "http.md").read_text()
     documented = yaml.safe_load(text.split("```yaml")[1].split("```")[0])
@@ -127,6 +168,13 @@ def test_the_documented_serve_config_deploys_what_the_command_does() -> None:
     ServeConfig.from_dict(documented["applications"][1]["args"])
     ours, theirs = (d["applications"][1]["deployments"] for d in (documented, deployed))
     assert ours == theirs
+
+
+def test_the_documented_grpc_options_are_those_of_the_command() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "grpc.md").read_text()
+    documented = yaml.safe_load(text.split("```yaml")[1].split("```")[0])
+    deployed = launch.deploy_schema(config(proxy="default", host="0.0.0.0", grpc_port=8001))
+    assert documented["grpc_options"] == deployed["grpc_options"]
 
 
 @pytest.mark.parametrize(
@@ -140,6 +188,26 @@ def test_replicas_share_the_cores_and_all_find_a_place(
     assert sizing.threads_per_replica(sized, cpus) == threads
     assert sizing.cpus_per_replica(sized, cpus) == asked
     assert replicas * asked <= cpus
+
+
+def test_what_one_model_says_of_threads_holds_for_all() -> None:
+    models = [{"path": "/models/a"}, {"path": "/models/b", "threads": 3}]
+    sized = ServeConfig.from_dict({"models": models})
+    assert sizing.threads_per_replica(sized, 8) == 3
+    assert sizing.cpus_per_replica(sized, 8) == 3.0
+
+
+def test_the_example_of_two_applications_has_one_model_each_and_our_health() -> None:
+    text = (Path(__file__).parent.parent / "deploy/examples/two-applications.yaml").read_text()
+    health, *applications = yaml.safe_load(text)["applications"]
+    ours = launch.deploy_schema(config())["applications"]
+    assert health.items() <= ours[0].items()
+    assert len(applications) == 2
+    for application in applications:
+        (model,) = ServeConfig.from_dict(application["args"]).models
+        assert application["route_prefix"] == f"/{model.name}"
+        assert application["import_path"] == ours[1]["import_path"]
+        assert [d["name"] for d in application["deployments"]] == [launch.DEPLOYMENT]
 
 
 def test_configured_threads_win() -> None:
@@ -238,6 +306,35 @@ def test_only_the_open_ports_of_haproxy_move_to_the_loopback_interface() -> None
     )
 
 
+GRPC_CONFIG = """frontend grpc_frontend
+    bind 127.0.0.1:9000 proto h2
+    acl is_grpc-health req.hdr(application) -m str shapeserve-health
+    use_backend grpc-health if is_grpc-health
+"""
+GRPC_APP = "    acl is_grpc-app req.hdr(application) -m str shapeserve\n"
+
+
+@pytest.mark.parametrize("is_up", [True, False])
+def test_grpc_without_an_application_is_led_to_ours(is_up: bool) -> None:
+    before = GRPC_CONFIG + GRPC_APP * is_up
+    after = haproxy_guard.route_grpc(before, "shapeserve", "shapeserve-health")
+    assert after.startswith("frontend grpc_frontend\n    acl names_application ")
+    assert after.endswith(before.removeprefix("frontend grpc_frontend\n"))
+    assert "set-header application shapeserve if !asks_health !names_application\n" in after
+    assert ("grpc-status 14" in after) is not is_up
+
+
+def test_the_guard_knows_the_methods_that_the_ingress_leads_to_health() -> None:
+    from shapeserve.serve.grpc_ingress import HEALTH_METHODS, SERVICE
+
+    paths = re.findall(r"acl asks_health path (\S+)", haproxy_guard.GRPC_RULES)
+    assert paths == [f"/{SERVICE}/{method}" for method in HEALTH_METHODS]
+
+
+def test_a_config_without_grpc_stays_as_it_is() -> None:
+    assert haproxy_guard.route_grpc(HAPROXY_CONFIG, "a", "b") == HAPROXY_CONFIG
+
+
 def test_haproxy_survives_a_ctrl_c_but_not_its_parent(tmp_path: Path) -> None:
     (tmp_path / "haproxy.cfg").write_text(HAPROXY_CONFIG)
     guard = [sys.executable, "-I", "-S", haproxy_guard.__file__]
@@ -246,7 +343,16 @@ def test_haproxy_survives_a_ctrl_c_but_not_its_parent(tmp_path: Path) -> None:
     binary.write_text("#!/bin/sh\nexec sleep 600\n")
     binary.chmod(0o700)
     pids = tmp_path / "pids"
-    command = [*guard, str(binary), str(pids), "20298,20299", "-f", str(tmp_path / "haproxy.cfg")]
+    command = [
+        *guard,
+        str(binary),
+        str(pids),
+        "20298,20299",
+        "app",
+        "health",
+        "-f",
+        str(tmp_path / "haproxy.cfg"),
+    ]
     parent = subprocess.Popen(["sh", "-c", '"$@" & wait', "sh", *command])
     try:
         while not pids.exists() or not pids.read_text().endswith("\n"):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shapeserve.layout import PaddedLayout, RowArrays
+from shapeserve.layout import PaddedLayout, RowArrays, takes_tokens
 from shapeserve.models.spec import ModelSpec, TensorSpec
 
 CPU = torch.device("cpu")
@@ -115,3 +115,52 @@ def test_nothing_of_an_earlier_batch_is_left_in_a_later_one(
     fresh = PaddedLayout(make_spec(IDS, MASK, POSITIONS), 64, CPU)
     for a, b in zip(again, fresh.write(rows, {"batch": 4, "seq": 8}), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_mask_may_have_fixed_dims_beside_its_axes() -> None:
+    mask = TensorSpec("mask", "float32", ("batch", 2, "height", "width"), make="mask")
+    layout = PaddedLayout(make_spec(PIXELS, mask), 2 * 4 * 4, CPU)
+    layout.poison()
+    row = RowArrays({"pixels": np.ones((3, 2, 3), np.float32)}, {"height": 2, "width": 3})
+    _, real = layout.write([row], {"batch": 2, "height": 4, "width": 4})
+    assert real[0, 0].tolist() == [[1, 1, 1, 0], [1, 1, 1, 0], [0] * 4, [0] * 4]
+    assert real[0, 1].equal(real[0, 0])
+    assert real[1].sum((1, 2)).tolist() == [1, 1]  # a filler row has one valid element a channel
+
+
+def test_positions_count_along_the_axis_wherever_it_stands() -> None:
+    features = TensorSpec("features", "float32", ("batch", "frames", 5))
+    counted = TensorSpec("positions", "int64", ("batch", 1, "frames", 2), make="positions")
+    layout = PaddedLayout(make_spec(features, counted), 2 * 4, CPU)
+    layout.poison()
+    row = RowArrays({"features": np.ones((3, 5), np.float32)}, {"frames": 3})
+    _, positions = layout.write([row], {"batch": 2, "frames": 4})
+    assert positions[0, 0].tolist() == [[0, 0], [1, 1], [2, 2], [0, 0]]
+    assert positions[1].sum() == 0
+
+
+@pytest.mark.parametrize(("length", "left"), [(1, 1), (4, 1), (5, 2), (8, 2)])
+def test_an_output_at_a_lower_rate_is_cut_rounded_up(length: int, left: int) -> None:
+    states = TensorSpec("states", "float32", ("batch", "frames/4", 2))
+    features = TensorSpec("features", "float32", ("batch", "frames", 5))
+    layout = PaddedLayout(make_spec(features, outputs=(states,)), 64, CPU)
+    row = RowArrays({}, {"frames": length})
+    (cut,) = layout.read((torch.ones(2, 3, 2),), [row], {}).rows()[0]
+    assert cut["states"].shape == (left, 2)
+
+
+@pytest.mark.parametrize(
+    ("dims", "fits"),
+    [
+        (("batch", "seq", 2), True),
+        (("batch", 2), True),
+        (("batch",), True),
+        (("batch", 2, "seq"), False),
+        (("batch", "seq/4", 2), False),
+    ],
+)
+def test_outputs_that_do_not_follow_the_ids_are_padded_on_the_host(
+    dims: tuple[str | int, ...], fits: bool
+) -> None:
+    spec = make_spec(IDS, MASK, outputs=(TensorSpec("y", "float32", dims),))
+    assert takes_tokens(spec) is fits

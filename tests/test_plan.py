@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 
 from shapeserve.config import ModelConfig, ServeConfig
 from shapeserve.errors import ConfigError
+from shapeserve.expect import Waste
 from shapeserve.metrics import Tier
-from shapeserve.plan import Waste, plan
-from shapeserve.traces import read_lengths
+from shapeserve.plan import plan
+from shapeserve.traces import Shapes, read_lengths, read_shapes
+
+EXAMPLES = Path(__file__).parent.parent / "deploy" / "examples"
 
 SEQ = {"dtype": "float32", "dims": ["batch", "seq"]}
 IMAGE = {"dtype": "float32", "dims": ["batch", 3, "height", "width"]}
@@ -35,6 +38,10 @@ def model(**changes: Any) -> ModelConfig:
 
 def rare(**rules: Any) -> Mapping[str, Any]:
     return {"rare_shapes": {"seq": rules}}
+
+
+def waste(real: int, padding: int) -> Waste:
+    return Waste(real, {"seq": padding})
 
 
 def waste_of(config: ModelConfig, lengths: Mapping[int, int]) -> Waste:
@@ -90,12 +97,12 @@ def test_graphs_on_the_cpu_are_refused() -> None:
 
 def test_row_padding_is_exact() -> None:
     # 3 of 5 -> 8: 9 more; 2 of 16 -> 16: none; 1 of 40 -> 64: 24 more.
-    assert waste_of(model(), {5: 3, 16: 2, 40: 1}) == Waste(real=15 + 32 + 40, padding=9 + 24)
+    assert waste_of(model(), {5: 3, 16: 2, 40: 1}) == waste(15 + 32 + 40, 9 + 24)
 
 
 def test_a_fallback_counts_its_own_area() -> None:
     # Beyond the grid, rounded up to a multiple of 8.
-    assert waste_of(model(), {100: 1}) == Waste(real=100, padding=4)
+    assert waste_of(model(), {100: 1}) == waste(100, 4)
 
 
 def test_a_row_that_the_guard_sends_to_the_fallback_counts_its_own_area() -> None:
@@ -103,32 +110,32 @@ def test_a_row_that_the_guard_sends_to_the_fallback_counts_its_own_area() -> Non
     expected = plan(config, "cpu", {20: 2}).expected
     assert expected is not None
     assert expected.outcomes == {"fallback (padding_waste)": 2}
-    assert expected.waste == Waste(real=40, padding=8)
+    assert expected.waste == waste(40, 8)
     assert sum(expected.by_size.values()) == 0
 
 
 def test_truncated_rows_count_what_is_left_of_them() -> None:
-    assert waste_of(model(**rare(over_max="truncate")), {100: 1}) == Waste(real=64, padding=0)
+    assert waste_of(model(**rare(over_max="truncate")), {100: 1}) == waste(64, 0)
 
 
 def test_split_rows_count_every_piece() -> None:
     # 100 = 64 + 36, the latter in 64; modules have no special tokens.
-    assert waste_of(model(**rare(over_max="split")), {100: 1}) == Waste(real=100, padding=28)
+    assert waste_of(model(**rare(over_max="split")), {100: 1}) == waste(100, 28)
 
 
 def test_rejected_rows_execute_nothing() -> None:
     expected = plan(model(), "cpu", {129: 5, 8: 1}).expected
     assert expected is not None
     assert expected.outcomes == {"reject": 5, "bucket": 1}
-    assert expected.waste == Waste(real=8, padding=0)
+    assert expected.waste == waste(8, 0)
 
 
 def test_the_usual_policies_are_compared_on_the_same_rows() -> None:
     expected = plan(model(), "cpu", {5: 1, 33: 1, 100: 1}).expected
     assert expected is not None
     # Buckets 8 and 64; beyond the grid the fallback, as for the policy itself.
-    assert expected.compared["pow2"] == Waste(real=138, padding=3 + 31 + 4)
-    assert expected.compared["pad_to_max"] == Waste(real=138, padding=59 + 31 + 4)
+    assert expected.compared["pow2"] == waste(138, 3 + 31 + 4)
+    assert expected.compared["pad_to_max"] == waste(138, 59 + 31 + 4)
 
 
 @given(st.dictionaries(st.integers(1, 140), st.integers(1, 50), min_size=1))
@@ -144,13 +151,13 @@ def test_every_row_has_one_outcome_and_no_bucket_beats_its_own_length(
     assert expected.waste.padding <= expected.compared["pad_to_max"].padding
 
 
-def test_lengths_need_a_single_row_axis() -> None:
+def test_lengths_of_one_axis_do_not_suit_a_model_of_two() -> None:
     config = model(
         inputs={"x": IMAGE},
         policy={"height": SIZES, "width": SIZES, "batch": BATCHES},
     )
     assert plan(config, "cpu").grid.row_axes == ("height", "width")
-    with pytest.raises(ConfigError, match=r"one axis besides batch; .* has height, width"):
+    with pytest.raises(ConfigError, match=r"sizes along one axis, .* has the axes height, width"):
         plan(config, "cpu", {8: 1})
 
 
@@ -177,7 +184,7 @@ def test_minilm_ends_its_grid_at_its_own_maximum(minilm_dir: Path, data_dir: Pat
     lengths = read_lengths(data_dir / "enc_rag_mix.csv.gz")
     expected = plan(config, "cpu", lengths).expected
     assert expected is not None
-    assert max(expected.by_size) == 256
+    assert max(expected.by_size) == (256,)
     over = sum(rows for n, rows in lengths.items() if n > 256)
     assert expected.outcomes == {"bucket": expected.rows - over, "fallback (over_max)": over}
     assert expected.waste.ratio < expected.compared["pow2"].ratio
@@ -215,3 +222,52 @@ def test_a_plan_predicts_the_memory_of_the_captures(text_model: Path) -> None:
     assert eager.graph_bytes > compiled.graph_bytes
     assert "captured as it is" in eager.programs
     assert text_plan(text_model, "cpu").graph_bytes is None
+
+
+def image_model(**changes: Any) -> ModelConfig:
+    policy = {"height,width": {"shapes": [[4, 6], [6, 4], [8, 8]]}, "batch": BATCHES}
+    return model(**{"inputs": {"x": IMAGE}, "policy": policy, **changes})
+
+
+def test_padding_of_images_is_split_by_axis() -> None:
+    shapes = Shapes(("width", "height"), {(5, 3): 2, (8, 8): 1, (16, 9): 1})
+    expected = plan(image_model(), "cpu", shapes).expected
+    assert expected is not None
+    # 3 x 5 in 4 x 6: 3 columns of 1 and a line of 6, twice. 9 x 16 is beyond the grid: unpadded.
+    assert expected.waste == Waste(30 + 64 + 144, {"height": 2 * 6, "width": 2 * 3})
+    assert expected.by_size == {(4, 6): 2, (6, 4): 0, (8, 8): 1}
+    assert expected.outcomes == {"bucket": 3, "fallback (over_max)": 1}
+    assert expected.compared["pad_to_max"].by_axis["height"] == 2 * 5 * 8
+    data = json.loads(json.dumps(expected.to_dict()))
+    assert data["rows_by_size"] == {"4x6": 2, "6x4": 0, "8x8": 1}
+    assert set(data["waste"]["pow2"]) == {"padding_height", "padding_width"}
+
+
+def test_shapes_of_other_axes_are_refused() -> None:
+    shapes = Shapes(("height", "depth"), {(4, 4): 1})
+    with pytest.raises(ConfigError, match=r"along height, depth, .* give a trace t_s,height,width"):
+        plan(image_model(), "cpu", shapes)
+
+
+def test_the_queue_must_admit_the_largest_image() -> None:
+    limits = {"hard_limit": {"height": 64, "width": 32}, "max_queue_tokens": 2047}
+    with pytest.raises(ConfigError, match=r"height=64 x width=32 .* of 2048 elements; use"):
+        plan(image_model(limits=limits), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("example", "trace", "most"),
+    [
+        ("image_encoder", "coco_val2017", {"height": 0.022, "width": 0.018}),
+        ("audio_encoder", "librispeech_devclean", {"frames": 0.0715}),
+    ],
+)
+def test_the_examples_waste_what_the_documentation_says(
+    data_dir: Path, example: str, trace: str, most: dict[str, float]
+) -> None:
+    config = ServeConfig.from_yaml(EXAMPLES / f"{example}.yaml").models[0]
+    expected = plan(config, "cpu", read_shapes(data_dir / f"{trace}.csv.gz")).expected
+    assert expected is not None
+    assert all(expected.waste.share(axis) <= share for axis, share in most.items())
+    assert expected.outcomes["bucket"] == expected.rows
+    assert expected.waste.ratio < expected.compared["pow2"].ratio / 3

@@ -1,5 +1,6 @@
 """Policies make the sizes they say, and a grid covers every row up to its end."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from shapeserve.policy import (
     generate_axis,
     grid_for,
 )
+from shapeserve.traces import Shapes, read_shapes
 
 TEXT = ("batch", "seq")
 IMAGE = ("batch", "height", "width")
@@ -150,7 +152,7 @@ def test_an_axis_that_the_policy_decides_is_kept_and_the_others_get_defaults() -
     given = parse_policy({"batch": {"explicit": [1, 3]}})
     policy = default_policy({"seq": 64}, "cpu", given=given)
     assert policy["batch"] == given["batch"]
-    assert policy["seq"].largest == 64
+    assert policy["seq"].ends[0][1] == 64
     grid = text_grid(64, policy={"seq": {"explicit": [32, 64]}})
     assert sizes_of(grid, "seq") == [32, 64]
     assert sizes_of(grid, "batch") == [1, 2, 4, 8, 16, 32]
@@ -260,3 +262,121 @@ def test_a_policy_that_does_not_suit_the_model_is_refused(
 def test_an_axis_without_a_known_maximum_ends_where_its_policy_does() -> None:
     grid = text_grid(policy={"seq": {"explicit": [8, 24]}}, max_sizes={})
     assert grid.max_size("seq") == 24
+
+
+# Photos
+
+
+def photo_grid(height: int, width: int, device: Device = "cpu", **changes: Any) -> Grid:
+    options: dict[str, Any] = {"max_batch_tokens": 4 * height * width, **changes}
+    ends = {"height": height, "width": width}
+    policy = parse_policy(options.pop("policy", {"batch": {"explicit": [1, 2, 4]}}))
+    return grid_for(IMAGE, policy, device=device, max_sizes=ends, **options)
+
+
+def row_shapes(grid: Grid) -> set[tuple[int, ...]]:
+    return {(b.size("height"), b.size("width")) for b in grid.buckets}
+
+
+def photo_waste(grid: Grid, photos: Shapes) -> float:
+    real = padded = 0
+    for (height, width), rows in photos.rows.items():
+        bucket = grid.fit_row({"height": height, "width": width})
+        assert bucket is not None
+        real += rows * height * width
+        padded += rows * bucket.size("height") * bucket.size("width")
+    return 1 - real / padded
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("ends", [(640, 640), (384, 512), (224, 224), (20, 33), (1, 1)])
+def test_photo_shapes_lie_stand_and_end_at_the_maximum(
+    ends: tuple[int, int], device: Device
+) -> None:
+    grid = photo_grid(*ends, device)
+    shapes = row_shapes(grid)
+    assert ends in shapes
+    assert all(h <= ends[0] and w <= ends[1] for h, w in shapes)
+    assert len(grid.buckets) <= MAX_DEFAULT_BUCKETS[device]
+    if ends[0] == ends[1]:
+        assert shapes == {(w, h) for h, w in shapes}
+
+
+@given(
+    height=st.integers(1, 700),
+    width=st.integers(1, 700),
+    device=st.sampled_from(DEVICES),
+    data=st.data(),
+)
+def test_i1_every_photo_up_to_the_maximum_has_a_bucket_and_it_is_the_smallest(
+    height: int, width: int, device: Device, data: st.DataObject
+) -> None:
+    grid = photo_grid(height, width, device)
+    h, w = data.draw(st.integers(1, height)), data.draw(st.integers(1, width))
+    found = grid.fit_row({"height": h, "width": w})
+    assert found is not None
+    least = min(a * b for a, b in row_shapes(grid) if a >= h and b >= w)
+    assert found.covers({"height": h, "width": w})
+    assert found.size("height") * found.size("width") == least
+
+
+def test_photo_shapes_waste_less_than_a_finer_product(data_dir: Path) -> None:
+    photos = read_shapes(data_dir / "coco_val2017.csv.gz")
+    ladder = {"exponential": {"min": 48, "max": 640, "ratio": 1.2, "align": 16}}
+    product = photo_grid(
+        640, 640, policy={"height": ladder, "width": ladder, "batch": {"explicit": [1]}}
+    )
+    shapes = photo_grid(640, 640, policy={"batch": {"explicit": [1]}})
+    assert len(shapes) < len(product)
+    assert photo_waste(shapes, photos) < 0.035
+    assert photo_waste(product, photos) > 0.07
+
+
+def test_a_bounded_number_of_graphs_keeps_the_aspect_ratios_rather_than_the_scales() -> None:
+    policy = parse_policy({})
+    grid = photo_grid(640, 640, "cuda", policy=policy, max_batch_tokens=8 * 640 * 640)
+    assert {max(shape) for shape in row_shapes(grid)} == {640}
+    assert len(row_shapes(grid)) == 9
+
+
+def test_axes_of_other_names_are_a_product() -> None:
+    grid = grid_for(
+        ("batch", "rows", "columns"),
+        {},
+        device="cpu",
+        max_batch_tokens=4096,
+        max_sizes={"rows": 64, "columns": 64},
+    )
+    assert len({b.without("batch") for b in grid.buckets}) == len(
+        {b.size("rows") for b in grid.buckets}
+    ) * len({b.size("columns") for b in grid.buckets})
+
+
+def test_listed_shapes_and_batches_are_multiplied_and_nothing_else() -> None:
+    policy = {"height,width": {"shapes": [[48, 64], [64, 48]]}, "batch": {"explicit": [1, 2]}}
+    grid = photo_grid(64, 64, policy=policy)
+    assert [b.label for b in grid.buckets] == [
+        "batch=1,height=48,width=64",
+        "batch=1,height=64,width=48",
+        "batch=2,height=48,width=64",
+        "batch=2,height=64,width=48",
+    ]
+
+
+def test_listed_shapes_must_end_where_the_limits_do() -> None:
+    with pytest.raises(ConfigError, match=r"policy.height,width: .* height=48 does not cover"):
+        photo_grid(64, 64, policy={"height,width": {"shapes": [[48, 64]]}})
+
+
+def test_defaults_begin_at_the_shortest_row_that_the_model_runs() -> None:
+    for device in DEVICES:
+        photo = photo_grid(512, 512, device, min_sizes={"height": 200, "width": 100})
+        assert min(b.size("height") for b in photo.buckets) >= 200
+        assert min(b.size("width") for b in photo.buckets) >= 100
+        assert sizes_of(text_grid(256, device, min_sizes={"seq": 50}), "seq")[0] in (56, 64)
+
+
+def test_the_explanation_of_photos_says_how_many_shapes_there_are() -> None:
+    text = explain_default({"height": 640, "width": 640}, "cpu", max_batch_tokens=819200)
+    assert "height,width in " in text
+    assert "to 640x640" in text

@@ -12,13 +12,17 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import tritonclient.http as triton
+import tritonclient.grpc as triton
+import tritonclient.http as triton_http
+from grpc_calls import fake_vectors, status, texts_input, trailing, vectors
 from service_process import ServiceProcess, eventually, free_port, listening
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 MAX_BODY = 100_000
 DRAIN_S = 5
+GRPC_PORT = free_port()
+GRPC = f"127.0.0.1:{GRPC_PORT}"
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +31,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess
         "models": [{"name": "fake", "path": "fake:slow"}],
         "serve": {
             "port": free_port(),
+            "grpc_port": GRPC_PORT,
             "proxy": "fast",
             "max_body_bytes": MAX_BODY,
             "drain_s": DRAIN_S,
@@ -35,6 +40,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess
     made = ServiceProcess(config, tmp_path_factory.mktemp("service"))
     try:
         made.until("started")
+        with triton.InferenceServerClient(GRPC) as client:
+            grpc_while_warming.append((client.is_server_live(), client.is_server_ready()))
         seen_while_warming.extend(made.watch_warming())
         made.until("ready")
         haproxy_at_ready.extend(made.pids("haproxy.cfg"))
@@ -43,6 +50,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess
         made.stop()
 
 
+grpc_while_warming: list[tuple[bool, bool]] = []
 haproxy_at_ready: list[int] = []
 seen_while_warming: list[tuple[int, int, dict[str, Any]]] = []
 
@@ -69,12 +77,12 @@ def test_it_answers_behind_haproxy(service: ServiceProcess) -> None:
 
 
 def test_binary_data_passes_haproxy_both_ways(service: ServiceProcess) -> None:
-    text = triton.InferInput("text", [2], "BYTES")
+    text = triton_http.InferInput("text", [2], "BYTES")
     text.set_data_from_numpy(np.array([b"one", b"two words"], object))
-    with triton.InferenceServerClient(httpx.URL(service.url).netloc.decode()) as client:
+    with triton_http.InferenceServerClient(httpx.URL(service.url).netloc.decode()) as client:
         answer = client.infer("fake", [text], request_compression_algorithm="gzip")
-    vectors = answer.as_numpy("sentence_embedding")
-    np.testing.assert_allclose(vectors[:, 0] * np.array([1, 2]), vectors[:, 3] * 3, atol=1e-6)
+    expected = fake_vectors(["one", "two words"])
+    np.testing.assert_allclose(vectors(answer), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +118,71 @@ def test_a_client_that_leaves_is_noticed(service: ServiceProcess) -> None:
 
 def test_haproxy_listens_on_the_loopback_interface_only(service: ServiceProcess) -> None:
     addresses = listening(service.pids("haproxy.cfg"))
-    assert len(addresses) >= 3  # the service, the statistics page, the Prometheus exporter
+    assert len(addresses) >= 4  # HTTP, gRPC, the statistics page, the Prometheus exporter
     assert set(addresses) == {"127.0.0.1"}
+
+
+# --- gRPC -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def client(service: ServiceProcess) -> Iterator[Any]:
+    with triton.InferenceServerClient(GRPC) as made:
+        yield made
+
+
+def test_grpc_is_live_and_not_ready_while_warming(service: ServiceProcess, client: Any) -> None:
+    assert grpc_while_warming == [(True, False)]
+    assert client.is_server_live()
+    assert client.is_server_ready()
+
+
+def test_triton_client_is_answered_behind_haproxy(client: Any) -> None:
+    texts = ["a", "b c", "d e f"]
+    result = client.infer("fake", [texts_input(texts)], request_id="7")
+    np.testing.assert_allclose(vectors(result), fake_vectors(texts), rtol=1e-6)
+    assert result.get_response().id == "7"
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "code", "word"),
+    [
+        ("gpt", "a", "NOT_FOUND", "model_not_found"),
+        ("fake", "", "INVALID_ARGUMENT", "invalid_value"),
+        ("fake", "a" * MAX_BODY, "RESOURCE_EXHAUSTED", "body_too_large"),
+        ("fake", "full", "RESOURCE_EXHAUSTED", "queue_full"),
+        ("fake", "nan", "INTERNAL", "row_failed"),
+    ],
+    ids=["model", "blank", "large", "full", "row-failed"],
+)
+def test_grpc_errors_pass_haproxy_with_their_metadata(
+    service: ServiceProcess, client: Any, model: str, text: str, code: str, word: str
+) -> None:
+    before = service.total("requests_total", endpoint="oip_grpc")
+    with pytest.raises(triton.InferenceServerException) as refused:
+        client.infer(model, [texts_input([text])], headers={"x-request-id": "my-id"})
+    told = trailing(refused.value)
+    assert (status(refused.value), told["x-shapeserve-code"]) == (code, word)
+    assert told["x-request-id"] == "my-id"
+    assert service.total("requests_total", endpoint="oip_grpc") == before + 1
+
+
+def test_a_grpc_deadline_and_a_client_that_leaves_free_their_rows(
+    service: ServiceProcess, client: Any
+) -> None:
+    with pytest.raises(triton.InferenceServerException) as late:
+        client.infer("fake", [texts_input(["slow 60"])], client_timeout=1.0)
+    assert status(late.value) == "DEADLINE_EXCEEDED"
+    asked = {"endpoint": "oip_grpc"}
+    eventually(lambda: service.total("requests_total", outcome="deadline", **asked) == 1)
+    leaving = client.async_infer("fake", [texts_input(["slow 600"])], lambda result, error: None)
+    eventually(lambda: service.total("queue_rows") == 1)
+    leaving.cancel()
+    eventually(lambda: service.total("requests_total", outcome="cancelled", **asked) == 1)
+    assert service.total("queue_rows") == 0
+
+
+# --- failures -------------------------------------------------------------------------------------
 
 
 def test_a_killed_replica_turns_readiness_off_until_its_successor_is_warm(
@@ -144,15 +215,23 @@ def test_ctrl_c_in_a_terminal_answers_what_is_in_flight_and_leaves_nothing(
         response = httpx.post(service.url + "/v1/embeddings", json=body, timeout=60)
         statuses.append(response.status_code)
 
+    by_grpc: list[np.ndarray] = []
+
+    def ask_grpc() -> None:
+        with triton.InferenceServerClient(GRPC) as client:
+            by_grpc.append(vectors(client.infer("fake", [texts_input(["slow 3"])])))
+
     asking = [threading.Thread(target=ask) for _ in range(4)]
+    asking.append(threading.Thread(target=ask_grpc))
     for thread in asking:
         thread.start()
-    eventually(lambda: service.total("queue_rows") == 4)
+    eventually(lambda: service.total("queue_rows") == 5)
     service.interrupt_group()
     said = service.until("stopped")
     for thread in asking:
         thread.join()
     assert statuses == [200] * 4
+    assert len(by_grpc) == 1
     assert said["seconds"] <= DRAIN_S + 5
     assert service.process.wait(60) == 0
     eventually(lambda: service.pids("") == [])

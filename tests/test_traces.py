@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from shapeserve.errors import ConfigError
-from shapeserve.traces import Trace, read_lengths, read_trace
+from shapeserve.traces import Trace, read_lengths, read_shapes, read_trace
 
 
 def write(path: Path, text: str) -> Path:
@@ -76,3 +76,38 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
     for path in (not_gzip, cut, not_text):
         with pytest.raises(ConfigError, match="cannot be read"):
             read_lengths(path)
+
+
+def test_shapes_are_counted_along_the_axes_that_the_header_names(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.csv", "t_s,height,width\n0,480,640\n1,640,480\n2,480,640\n")
+    shapes = read_shapes(path)
+    assert shapes.axes == ("height", "width")
+    assert shapes.rows == {(480, 640): 2, (640, 480): 1}
+    with pytest.raises(ConfigError, match=r"sizes along height, width; a trace of lengths has"):
+        read_lengths(path)
+
+
+def test_one_axis_needs_no_name(tmp_path: Path) -> None:
+    for header in ("t_s,len", "tokens,count"):
+        assert read_shapes(write(tmp_path / "t.csv", f"{header}\n3,4\n")).axes == ()
+    named = read_shapes(write(tmp_path / "t.csv", "t_s,frames\n0,4\n"))
+    assert (named.axes, named.rows) == (("frames",), {(4,): 1})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("t_s,height,width\n0,1\n", r":2: 2 fields; every line has 3: t_s,height,width"),
+        ("t_s,height,width\n0,1,x\n", r":2: width='x'; a whole number"),
+        ("t_s,height,height\n0,1,1\n", r":1: header is 't_s,height,height'"),
+        ("t_s,the width\n0,1\n", r":1: header is 't_s,the width'"),
+    ],
+)
+def test_a_bad_trace_of_shapes_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_shapes(write(tmp_path / "bad.csv", text))
+
+
+def test_recorded_images_and_recordings_are_read_whole(data_dir: Path) -> None:
+    assert sum(read_shapes(data_dir / "coco_val2017.csv.gz").rows.values()) == 5000
+    assert sum(read_shapes(data_dir / "librispeech_devclean.csv.gz").rows.values()) == 2703

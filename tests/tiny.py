@@ -174,6 +174,65 @@ class PaddingSensitive(nn.Module):
         return values.mean(dim=1, keepdim=True)
 
 
+class MeanOverPixels(nn.Module):
+    """A mean over the padded picture, channel by channel."""
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return pixels.mean((2, 3))
+
+
+class ConvBorders(nn.Module):
+    """Two convolutions without a mask: the second reads what the first made of the padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.second = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(pixels)))
+
+
+class GroupNormOverTime(nn.Module):
+    """Frames normalised over the padded recording, as in wav2vec 2.0 base, then a masked mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(5, 5)
+
+    def forward(self, features: Tensor, mask: Tensor) -> Tensor:
+        frames = self.norm(features.transpose(1, 2)) * mask[:, None]
+        return frames.sum(2) / mask.sum(1, keepdim=True)
+
+
+class StridedFrames(nn.Module):
+    """Masked convolutions that halve the frame rate twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(5, 4, 3, stride=2, padding=1)
+        self.second = nn.Conv1d(4, 4, 3, stride=2, padding=1)
+
+    def forward(self, features: Tensor, mask: Tensor) -> Tensor:
+        hidden, real = features.transpose(1, 2), mask[:, None]
+        for conv in (self.first, self.second):
+            hidden, real = torch.relu(conv(hidden * real)), real[:, :, ::2]
+        return hidden.transpose(1, 2)
+
+
+class NeedsFourFrames(nn.Module):
+    """A convolution over four frames without padding: shorter rows raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(5, 4, 4)
+
+    def forward(self, features: Tensor, mask: Tensor) -> Tensor:
+        hidden = self.conv((features * mask[:, :, None]).transpose(1, 2))
+        real = mask[:, None, 3:]  # a cell is real if its last frame is
+        return (hidden * real).sum(2) / real.sum(2).clamp(min=1)
+
+
 class Poisonous(nn.Module):
     """A masked mean of the ids that is NaN for a row which holds ``POISON``."""
 
@@ -210,6 +269,26 @@ def padding_sensitive() -> nn.Module:
     return PaddingSensitive()
 
 
+def mean_over_pixels() -> nn.Module:
+    return MeanOverPixels()
+
+
+def conv_borders() -> nn.Module:
+    return _seeded(ConvBorders)
+
+
+def group_norm_over_time() -> nn.Module:
+    return GroupNormOverTime()
+
+
+def strided_frames() -> nn.Module:
+    return _seeded(StridedFrames)
+
+
+def needs_four_frames() -> nn.Module:
+    return _seeded(NeedsFourFrames)
+
+
 def poisonous() -> nn.Module:
     return Poisonous()
 
@@ -221,6 +300,11 @@ def raising() -> nn.Module:
 _IDS = {
     "ids": {"dtype": "int64", "dims": ["batch", "seq"]},
     "mask": {"dtype": "int64", "dims": ["batch", "seq"], "make": "mask"},
+}
+_PIXELS = {"pixels": {"dtype": "float32", "dims": ["batch", 3, "height", "width"]}}
+_FRAMES = {
+    "features": {"dtype": "float32", "dims": ["batch", "frames", 5]},
+    "mask": {"dtype": "float32", "dims": ["batch", "frames"], "make": "mask"},
 }
 _MEAN = {"mean": {"dtype": "float32", "dims": ["batch", 1]}}
 
@@ -242,6 +326,17 @@ _TENSORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "maps": {"dtype": "float32", "dims": ["batch", 4, "height", "width"]},
         },
     ),
+    "mean_over_pixels": (_PIXELS, {"mean": {"dtype": "float32", "dims": ["batch", 3]}}),
+    "conv_borders": (
+        _PIXELS,
+        {"maps": {"dtype": "float32", "dims": ["batch", 4, "height", "width"]}},
+    ),
+    "group_norm_over_time": (_FRAMES, {"mean": {"dtype": "float32", "dims": ["batch", 5]}}),
+    "strided_frames": (
+        _FRAMES,
+        {"states": {"dtype": "float32", "dims": ["batch", "frames/4", 4]}},
+    ),
+    "needs_four_frames": (_FRAMES, {"mean": {"dtype": "float32", "dims": ["batch", 4]}}),
     "padding_sensitive": ({"values": {"dtype": "float32", "dims": ["batch", "seq"]}}, _MEAN),
     "poisonous": (_IDS, _MEAN),
     "raising": (_IDS, _MEAN),
@@ -251,12 +346,13 @@ _TENSORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def module_config(module: str, /, **settings: Any) -> dict[str, Any]:
     """Plain config data of one of the modules above; ``settings`` are further keys of it.
 
-    Buckets up to 16 along ``seq``, or to 8 along ``height`` and ``width``, and batches of up to 4,
-    unless ``settings`` say otherwise.
+    Buckets up to 16 along ``seq`` and ``frames``, or to 8 along ``height`` and ``width``, and
+    batches of up to 4, unless ``settings`` say otherwise.
     """
     inputs, outputs = _TENSORS[module]
-    ends: dict[str, Any] = {"seq": [4, 8, 16]} if module != "masked_conv" else {}
-    ends = ends or {"height": [4, 8], "width": [4, 8]}
-    policy = {axis: {"explicit": sizes} for axis, sizes in {**ends, "batch": [1, 2, 4]}.items()}
+    axes = {dim for spec in inputs.values() for dim in spec["dims"] if isinstance(dim, str)}
+    ends = {"seq": [4, 8, 16], "frames": [4, 8, 16], "height": [4, 8], "width": [4, 8]}
+    sizes = {axis: ends[axis] for axis in sorted(axes & set(ends))} | {"batch": [1, 2, 4]}
+    policy = {axis: {"explicit": made} for axis, made in sizes.items()}
     base = {"import": f"tiny:{module}", "inputs": inputs, "outputs": outputs, "policy": policy}
     return {**base, **settings}

@@ -16,9 +16,10 @@ from shapeserve.cli.common import (
     write_json,
 )
 from shapeserve.config import ModelConfig
-from shapeserve.plan import Expectation, Plan, plan
+from shapeserve.expect import Expectation
+from shapeserve.plan import Plan, plan
 from shapeserve.policy import Device
-from shapeserve.traces import read_lengths
+from shapeserve.traces import read_shapes
 
 _PER_LINE = 10  # sizes of packed buckets on a line
 
@@ -29,7 +30,8 @@ _PER_LINE = 10  # sizes of packed buckets on a line
 @click.option(
     "--lengths",
     metavar="TRACE.csv.gz",
-    help="Recorded lengths, `t_s,len` or `tokens,count`: adds the expected padding waste.",
+    help="Recorded rows, `t_s,len`, `t_s,height,width` or `tokens,count`: adds the expected "
+    "padding waste.",
 )
 @click.option(
     "--device",
@@ -53,7 +55,7 @@ def plan_command(
       shapeserve plan service.yaml --device cuda --json plan.json
     """
     config = load_config(config_path, model)
-    recorded = None if lengths is None else read_lengths(lengths)
+    recorded = None if lengths is None else read_shapes(lengths)
     plans = [plan(m, device or _device(m), recorded) for m in config.models]
     if json_target is not None:
         write_json({"models": [p.to_dict() for p in plans]}, json_target)
@@ -101,7 +103,7 @@ def _grid_table(grid: Grid, expected: Expectation | None) -> Table:
         there = grid.batch_sizes(row)
         cells = [str(grid.bucket(b, row).area) if b in there else "" for b in batches]
         if expected is not None:
-            rows = expected.by_size.get(row[0][1])
+            rows = expected.by_size.get(_sizes(row))
             cells.append("" if rows is None else f"{rows / expected.rows:.1%}")
         table.add_row(" x ".join(map(str, _sizes(row))), *cells)
     return table
@@ -125,10 +127,10 @@ def _waste_table(expected: Expectation) -> Table:
     title = f"expected for {expected.rows} rows"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     table.add_column("policy")
-    table.add_column(f"padding_{expected.axis}", justify="right")
-    table.add_row("this grid", f"{expected.waste.ratio:.1%}")
-    for name, waste in expected.compared.items():
-        table.add_row(name, f"{waste.ratio:.1%}")
+    for axis in expected.axes:
+        table.add_column(f"padding_{axis}", justify="right")
+    for name, waste in {"this grid": expected.waste, **expected.compared}.items():
+        table.add_row(name, *(f"{waste.share(axis):.1%}" for axis in expected.axes))
     return table
 
 

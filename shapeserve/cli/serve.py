@@ -20,6 +20,9 @@ from shapeserve.serve.launch import start
 @click.option("--name", help="Name of the model in requests and metrics (with --model).")
 @click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
 @click.option("--port", type=int, help="Port to listen on.  [default: 8000]")
+@click.option(
+    "--grpc-port", type=int, help="Port for the Open Inference Protocol over gRPC.  [default: off]"
+)
 @click.option("--replicas", type=int, help="Processes that each hold the models.  [default: 1]")
 @click.option(
     "--device",
@@ -74,7 +77,10 @@ def _run(config: ServeConfig, status: Console) -> None:
         with WarmupDisplay(status) as display:
             service.wait_ready(display)
         status.print(f"ready after {time.monotonic() - started:.0f} s; Ctrl-C stops", style="bold")
-        click.echo(f"{service.url}/v1/embeddings  {service.url}/metrics")
+        addresses = [f"{service.url}/v1/embeddings", f"{service.url}/metrics"]
+        if serving.grpc_port is not None:
+            addresses.append(f"grpc://{serving.host}:{serving.grpc_port}")
+        click.echo("  ".join(addresses))
         service.wait()
     except KeyboardInterrupt:
         status.print(f"stopping: up to {serving.drain_s:g} s for what is in flight")

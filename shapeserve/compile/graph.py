@@ -1,12 +1,20 @@
 """CUDA graph capture of one bucket.
 
 All graphs of a grid share one memory pool, are captured largest first by the one device thread on
-one long-lived stream, and are freed together: destroying a single graph can free a workspace that
-its siblings still use (pytorch#193402). A replay writes into the graph's own output tensors, which
-the next replay of any graph of the pool may overwrite; the layout copies rows out before that.
+one long-lived stream, and are freed together. A replay writes into the graph's own output tensors,
+which the next replay of any graph of the pool may overwrite; the layout copies rows out before
+that.
+
+No two grids that live at the same time share a stream, be they of one model or of several. Torch
+keeps a cuBLAS workspace for each stream, whose address is in the graphs captured there, and since
+2.12 it frees the workspace with the first of these graphs (pytorch#193402): freeing the old grid of
+one model would break the graphs of another.
 """
 
 from __future__ import annotations
+
+from typing import ClassVar
+from weakref import WeakSet
 
 import torch
 
@@ -15,15 +23,32 @@ from shapeserve.layout import Forward
 # Calls before a capture: compile, autotune, library handles and lazy module loads happen here and
 # must not happen inside (PyTorch's CUDA graph notes use 3).
 _WARM_CALLS = 3
+# Torch has so many streams on a device and hands them out in turn (c10/cuda/CUDAStream.cpp).
+_STREAMS = 32
 
 
 class GraphPool:
     """The memory pool and the stream shared by all captures of a grid."""
 
+    # Of the process, because torch's streams are.
+    _living: ClassVar[WeakSet[GraphPool]] = WeakSet()
+
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._device = device
+        self._stream = self._own_stream()
+        self._living.add(self)
+
+    def _own_stream(self) -> torch.cuda.Stream:
+        taken = {pool._stream for pool in self._living}
+        for _ in range(_STREAMS):
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            if stream not in taken:
+                return stream
+        raise RuntimeError(
+            f"{len(taken)} grids hold graphs on {self._device}, and torch has {_STREAMS} streams; "
+            "serve fewer models in one process"
+        )
 
     @property
     def bytes(self) -> int:

@@ -1,10 +1,14 @@
 """Counts what torch really compiled, per model and phase.
 
 Dynamo runs a hook in the compiling thread at the start of every compile, also of one that fails,
-and every program is compiled through :class:`CountingBackend`, which it calls once for each graph.
-Both mark the thread; after the call returns, :meth:`collect` reads Dynamo's own record of those
-compiles and moves it into the metrics. A call that compiled nothing costs one read of a
-thread-local, 0.2 us (timeit, one Xeon core, Python 3.11); a batch takes 200 us and more.
+and every program of a model is compiled through its :meth:`CompileMonitor.counting` backend, which
+Dynamo calls once for each graph. Both leave a mark of the model and the thread; after the call
+returns, :meth:`CompileMonitor.collect` reads Dynamo's own record of those compiles and moves it
+into the metrics. What a call that compiles nothing pays for this is below 1 us in all (timeit, one Xeon
+core, Python 3.11); a batch takes 200 us and more.
+
+The marks belong to the monitor, not to the thread alone: several models share a device thread, and
+a compile that nobody has collected yet (its call raised, for example) is not the next one's.
 
 Why not ``torch._dynamo.callback``: its start callback fires only for the outermost pending compile
 of the *process*, so a recompile beside a background compile of another thread would be missed.
@@ -47,6 +51,8 @@ _RECORDS_KEPT = 4096
 _SOFT_FAILURES = {"Unsupported", "UserError"}
 _LIMIT_FAILURE = "FailOnRecompileLimitHit"
 
+Compiler = Callable[..., Any]
+
 
 class _ThreadMarks(threading.local):
     """Ids of the compiles that began in this thread since the last ``collect``."""
@@ -54,41 +60,46 @@ class _ThreadMarks(threading.local):
     def __init__(self) -> None:
         self.compile_ids: set[str] = set()
 
+    def add(self) -> None:
+        self.compile_ids.add(str(CompileContext.current_compile_id()))
 
-_MARKS = _ThreadMarks()
+
+class _Running(threading.local):
+    """Whose program was called last in this thread: a compile that begins there is its."""
+
+    marks: _ThreadMarks | None = None
+
+
+_RUNNING = _Running()
 
 
 def _mark() -> str:
-    _MARKS.compile_ids.add(str(CompileContext.current_compile_id()))
+    if _RUNNING.marks is not None:
+        _RUNNING.marks.add()
     return ""  # torch files it with the record
 
 
-def watch_compiles() -> None:
-    """Have torch mark every compile; once a process, unless someone dropped its hooks."""
+def _hook_torch() -> None:
+    """Have torch call :func:`_mark` at every compile; once a process."""
     register = getattr(dynamo_utils, "register_hook_for_recompile_user_context", None)
-    registered = getattr(dynamo_utils, "get_hook_for_recompile_user_context", lambda: None)() or ()
-    if register is not None and _mark not in registered:
+    hooks = getattr(dynamo_utils, "get_hook_for_recompile_user_context", lambda: None)() or ()
+    if register is not None and _mark not in hooks:
         register(_mark)
 
 
-def discard_compiles() -> None:
-    """Forget what this thread compiled and where that broke: it is tried again another way."""
-    _MARKS.compile_ids = set()
-    claim()
-
-
-class CountingBackend:
+class _CountingBackend:
     """A Dynamo backend that notes the compile and delegates to the real one."""
 
-    def __init__(self, compiler: Callable[..., Any], name: str) -> None:
+    def __init__(self, compiler: Compiler, name: str, marks: _ThreadMarks) -> None:
         self._compiler = compiler
+        self._marks = marks
         self.__name__ = name  # what Dynamo prints as the backend's name
 
     def __call__(
         self, gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor], **kwargs: Any
     ) -> Any:
         """Note the compile of this thread, then compile."""
-        _mark()
+        self._marks.add()
         return self._compiler(gm, example_inputs, **kwargs)
 
 
@@ -120,22 +131,36 @@ class CompileMonitor:
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._metrics = metrics
         self._model = model
+        self._marks = _ThreadMarks()
         self._said: set[tuple[str, ...]] = set()
         self.eager_frames = 0
         dynamo_utils.set_compilation_metrics_limit(_RECORDS_KEPT)
-        watch_compiles()
-        discard_compiles()
+        _hook_torch()
+        self.discard()
+
+    def counting(self, compiler: Compiler, name: str) -> Compiler:
+        """Return a Dynamo backend called ``name`` whose compiles are this model's."""
+        return _CountingBackend(compiler, name, self._marks)
+
+    def running(self) -> None:
+        """Say that this thread is about to run a program of this model."""
+        _RUNNING.marks = self._marks
+
+    def discard(self) -> None:
+        """Forget what this thread compiled and where it broke: it is tried again another way."""
+        self._marks.compile_ids = set()
+        claim()
 
     def collect(self, phase: CompilePhase, shape: str | None = None) -> tuple[CompileEvent, ...]:
-        """Return and count the compiles of this thread since the last call; empty is the rule.
+        """Count the model's compiles in this thread since the last call; empty is the rule.
 
         Args:
             phase: what they are counted under.
             shape: the bucket that ran, or ``NO_BUCKET`` for the fallback; for the log.
         """
-        if not _MARKS.compile_ids:
+        if not self._marks.compile_ids:
             return ()
-        ids, _MARKS.compile_ids = _MARKS.compile_ids, set()
+        ids, self._marks.compile_ids = self._marks.compile_ids, set()
         shape = "fallback" if shape == NO_BUCKET else shape
         records = {
             str(r.compile_id): r

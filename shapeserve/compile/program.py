@@ -9,8 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+)
 
-from shapeserve.compile.monitor import CountingBackend, watch_compiles
+from shapeserve.compile.monitor import CompileMonitor
 from shapeserve.layout import Forward
 
 _SERIAL = itertools.count()
@@ -27,9 +32,47 @@ def compiler_backend(name: str) -> Callable[..., Any]:
     return compile_fx
 
 
+class Program:
+    """A compiled program with a code object of its own; called with the tensors in spec order."""
+
+    def __init__(self, run: Forward, code: types.CodeType, monitor: CompileMonitor) -> None:
+        self._run = run
+        self._code = code
+        self._monitor = monitor
+
+    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run, and compile where no earlier compile holds for these inputs."""
+        self._monitor.running()
+        return self._run(*inputs)
+
+    def run_only(self, eager: Forward, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run what is compiled; where nothing holds for these inputs, run ``eager``.
+
+        Torch has no public switch for one program (``set_stance`` is one for the whole process).
+        """
+        set_code_exec_strategy(self._code, _RUN_ONLY)
+        try:
+            return self._run(*inputs)
+        except torch.AcceleratorError:
+            raise
+        except RuntimeError:  # torch has no type for "nothing compiled"; other errors come again
+            return eager(*inputs)
+        finally:
+            set_code_exec_strategy(self._code, _DEFAULT)
+
+
+_RUN_ONLY = _FrameExecStrategy(_FrameAction.RUN_ONLY, _FrameAction.RUN_ONLY)
+_DEFAULT = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT)
+
+
 def compiled(
-    module: torch.nn.Module, name: str, *, backend: str, fullgraph: bool = True
-) -> Forward:
+    module: torch.nn.Module,
+    name: str,
+    *,
+    backend: str,
+    monitor: CompileMonitor,
+    fullgraph: bool = True,
+) -> Program:
     """Wrap ``module`` as a dynamic-shape program with a code object of its own.
 
     The code object is copied because Dynamo keeps its cache entries, and counts its
@@ -42,8 +85,9 @@ def compiled(
     on shapes, dtypes and the global state (grad mode, threads) stay. With graph breaks all of them
     stay: layers of one class then share a compiled frame, and only the guards tell them apart; for
     the same reason such a frame may be compiled once for each layer.
+
+    The compiles are those of the model that ``monitor`` counts for.
     """
-    watch_compiles()
 
     def forward(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs: tuple[torch.Tensor, ...] = module(*inputs)
@@ -55,17 +99,17 @@ def compiled(
         torch._dynamo.config.recompile_limit = limit
     own = _with_own_code(forward, f"{name}_{next(_SERIAL)}")
     keep = getattr(torch.compiler, "keep_portable_guards_unsafe", None) if fullgraph else None
-    program: Forward = torch.compile(
+    run: Forward = torch.compile(
         own,
-        backend=CountingBackend(compiler_backend(backend), f"shapeserve_{backend}"),
+        backend=monitor.counting(compiler_backend(backend), f"shapeserve_{backend}"),
         dynamic=True,
         fullgraph=fullgraph,
         options={"guard_filter_fn": keep} if keep else None,
     )
-    return program
+    return Program(run, own.__code__, monitor)
 
 
-def _with_own_code(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _with_own_code(fn: Callable[..., Any], name: str) -> types.FunctionType:
     """Copy ``fn`` with a fresh code object called ``name`` (it names every torch record)."""
     code = fn.__code__.replace(co_name=name, co_qualname=name)
     return types.FunctionType(code, fn.__globals__, name, fn.__defaults__, fn.__closure__)

@@ -11,14 +11,15 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported, UserError
 
 from shapeserve.buckets import BATCH, Bucket, Grid
 from shapeserve.compile.graph import GraphPool
-from shapeserve.compile.monitor import discard_compiles
-from shapeserve.compile.program import compiled, freezing
+from shapeserve.compile.monitor import CompileMonitor
+from shapeserve.compile.program import Program, compiled, freezing
 from shapeserve.layout import Forward, Layout
 from shapeserve.metrics import Mode, Tier
 
@@ -67,7 +68,8 @@ class Programs:
             captured.
         freeze: pack the weights as constants (CPU).
         backend: torch.compile backend, ``inductor`` or ``eager``.
-        on_limit: called for every call that ran eager because of torch's recompile limit.
+        monitor: counts its compiles, and the calls that ran eager because of torch's recompile
+            limit.
     """
 
     def __init__(
@@ -77,18 +79,18 @@ class Programs:
         tier: Tier,
         freeze: bool,
         backend: str,
+        monitor: CompileMonitor,
         compiles: bool | None = None,
-        on_limit: Callable[[], None] = lambda: None,
     ) -> None:
         self.eager: Forward = module
         self.tier = tier
         self.compiles = tier is not Tier.EAGER if compiles is None else compiles
         self.frozen = freeze
         self._backend = backend
-        self._on_limit = on_limit
+        self._monitor = monitor
         self._module = module
-        self._many: Forward | None = None
-        self._single: Forward | None = None
+        self._many: Program | None = None
+        self._single: Program | None = None
 
     @property
     def min_batch(self) -> int:
@@ -108,11 +110,11 @@ class Programs:
         """Compile the program for one row; ``run`` calls it on a batch of 1."""
         self._single = self._compile("single", run)
 
-    def _compile(self, name: str, run: Callable[[Forward], object]) -> Forward:
+    def _compile(self, name: str, run: Callable[[Forward], object]) -> Program:
         """Compile as one graph; where the module breaks the graph, once more with breaks."""
         with freezing(self.frozen):
             try:
-                program = compiled(self._module, name, backend=self._backend)
+                program = self._wrapped(name)
                 run(program)
             except (Unsupported, UserError) as error:
                 log.warning(
@@ -120,19 +122,24 @@ class Programs:
                     "lists them): %s",
                     error,
                 )
-                discard_compiles()
-                program = compiled(self._module, name, backend=self._backend, fullgraph=False)
+                self._monitor.discard()
+                program = self._wrapped(name, fullgraph=False)
                 run(program)
-        return self._or_eager(program)
+        return program
 
-    def _or_eager(self, program: Forward) -> Forward:
+    def _wrapped(self, name: str, *, fullgraph: bool = True) -> Program:
+        return compiled(
+            self._module, name, backend=self._backend, monitor=self._monitor, fullgraph=fullgraph
+        )
+
+    def _or_eager(self, program: Program) -> Forward:
         """Answer eagerly, and count it, what torch refuses to compile once more."""
 
         def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
             try:
                 return program(*inputs)
             except FailOnRecompileLimitHit:
-                self._on_limit()
+                self._monitor.count_eager_frame()
                 return self.eager(*inputs)
 
         return run
@@ -142,10 +149,27 @@ class Programs:
 
         A size of 1 on a row axis runs eagerly: torch would specialise it, a third compile.
         """
+        program = self._program(sizes)
+        return (
+            (self.eager, Tier.EAGER)
+            if program is None
+            else (self._or_eager(program), Tier.COMPILED)
+        )
+
+    def without_compiling(self, sizes: Mapping[str, int]) -> Forward:
+        """Return what runs these sizes and never compiles, whatever they are.
+
+        Sizes that clients choose may be some for which no compile holds: behind the strides of a
+        convolution a small one becomes 1, which torch specialises. Those run eagerly.
+        """
+        program = self._program(sizes)
+        return self.eager if program is None else partial(program.run_only, self.eager)
+
+    def _program(self, sizes: Mapping[str, int]) -> Program | None:
+        """The program for these sizes; None if they run eagerly."""
         if not self.compiles or any(s == 1 for a, s in sizes.items() if a != BATCH):
-            return self.eager, Tier.EAGER
-        program = self._single if sizes.get(BATCH) == 1 else self._many
-        return (program, Tier.COMPILED) if program is not None else (self.eager, Tier.EAGER)
+            return None
+        return self._single if sizes.get(BATCH) == 1 else self._many
 
 
 def single_pays(run: Callable[[int], None], device: torch.device) -> bool:
@@ -245,6 +269,11 @@ class VariantSet:
     def seal(self) -> None:
         """Refuse every later change: nothing compiles or captures on the request path."""
         self._sealed = True
+
+    @property
+    def sealed(self) -> bool:
+        """Whether requests may run."""
+        return self._sealed
 
     def _check_open(self, what: str) -> None:
         if self._sealed:

@@ -1,20 +1,25 @@
 """What a service is made of, as frozen values read from YAML or plain data."""
 
+from shapeserve.config.base import along
 from shapeserve.config.paths import model_directory
-from shapeserve.config.schema import (
+from shapeserve.config.policy import (
     AxisPolicy,
+    Exponential,
+    Linear,
+    Policy,
+    axes_of,
+    policy_of,
+)
+from shapeserve.config.schema import (
     Batching,
     CompileConfig,
     DType,
-    Exponential,
     HttpConfig,
     InputSpec,
     Limits,
-    Linear,
     ModelConfig,
     OutputSpec,
     OverMax,
-    Policy,
     RareShape,
     ServeConfig,
     json_schema,
@@ -37,7 +42,10 @@ __all__ = [
     "Policy",
     "RareShape",
     "ServeConfig",
+    "along",
+    "axes_of",
     "json_schema",
     "model_directory",
     "parse_policy",
+    "policy_of",
 ]

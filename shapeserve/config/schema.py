@@ -6,37 +6,28 @@ pydantic finds into a ``ConfigError``.
 
 from __future__ import annotations
 
-import difflib
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
-    Field,
-    Strict,
     TypeAdapter,
     ValidationError,
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from shapeserve.buckets import BATCH, TOKENS
+from shapeserve.config.base import Axis, Bool, Float, Int, Name, PerAxis, along, problem
+from shapeserve.config.base import Frozen as _Frozen
+from shapeserve.config.base import field as _field
+from shapeserve.config.base import suggest as _suggest
 from shapeserve.config.load import Document
 from shapeserve.config.paths import is_package_path, model_directory
+from shapeserve.config.policy import Policy, axes_of
 
-# Strict, because YAML reads `yes` as true and pydantic would read true as 1.
-Int = Annotated[int, Strict()]
-Float = Annotated[float, Strict(), Field(allow_inf_nan=False)]
-Bool = Annotated[bool, Strict()]
-Name = Annotated[str, Field(min_length=1)]
-
-Axis = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 DType = Literal["float32", "float16", "bfloat16", "int64", "int32", "bool", "uint8"]
 OverMax = Literal["fallback", "split", "truncate", "reject"]
 
@@ -44,11 +35,6 @@ OverMax = Literal["fallback", "split", "truncate", "reject"]
 def _yaml_switch(value: object) -> object:
     """Undo YAML 1.1, which reads a bare ``on`` or ``off`` as a boolean."""
     return ("on" if value else "off") if isinstance(value, bool) else value
-
-
-def problem(message: str, *at: str | int) -> PydanticCustomError:
-    """Return a validation error whose place is ``at`` below the value being validated."""
-    return PydanticCustomError("shapeserve", "{message}", {"message": message, "at": at})
 
 
 def _check_dim(dim: int | str) -> int | str:
@@ -59,149 +45,17 @@ def _check_dim(dim: int | str) -> int | str:
     return dim
 
 
+def _check_output_dim(dim: int | str) -> int | str:
+    if isinstance(dim, int) or "/" not in dim:
+        return _check_dim(dim)
+    axis, _, rate = dim.partition("/")
+    if not axis.isidentifier() or not rate.isdecimal() or int(rate) < 1 or axis == BATCH:
+        raise problem(f"dim {dim!r} is no axis at a lower rate; write it as frames/4")
+    return dim
+
+
 Dim = Annotated[Int | str, AfterValidator(_check_dim)]
-
-
-def _field(effect: str, unit: str, default: Any = ..., **constraints: Any) -> Any:
-    """Declare a field whose description says effect, unit and default."""
-    shown = default.model_dump() if isinstance(default, BaseModel) else default
-    stated = "required" if default is ... else f"default: {'unset' if shown is None else shown}"
-    return Field(default, description=f"{effect} (unit: {unit}; {stated})", **constraints)
-
-
-class _Frozen(BaseModel):
-    """Immutable, and refuses keys that it does not know."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_keys(cls, data: object) -> object:
-        if not isinstance(data, Mapping):
-            return data
-        shown = [field.alias or name for name, field in cls.model_fields.items()]
-        for key in data:
-            if key not in shown and key not in cls.model_fields:
-                raise problem(f"unknown key {key!r}; {_suggest(key, shown)}", key)
-        return data
-
-
-def _suggest(key: object, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(str(key), known, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}Known keys: {', '.join(sorted(known))}"
-
-
-class Linear(_Frozen):
-    """Sizes ``min``, ``min + step``, ... ``max``."""
-
-    min: Int = _field("Smallest size.", "elements", ge=1)
-    max: Int = _field("Largest size, always a bucket.", "elements", ge=1)
-    step: Int = _field("Distance between neighbouring sizes.", "elements", ge=1)
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        _check_min_max(self.min, self.max)
-        return self
-
-
-class Exponential(_Frozen):
-    """Sizes that grow by ``ratio``, each rounded up to ``align``, and ``max``."""
-
-    min: Int = _field("Smallest size.", "elements", ge=1)
-    max: Int = _field("Largest size, always a bucket.", "elements", ge=1)
-    ratio: Float = _field("Growth from one size to the next.", "factor > 1", 2.0, le=1024)
-    align: Int = _field("Every size but `max` is a multiple of it.", "elements", 1, ge=1)
-
-    @model_validator(mode="after")
-    def _sensible(self) -> Self:
-        _check_min_max(self.min, self.max)
-        if self.ratio <= 1:
-            raise problem(
-                f"ratio {self.ratio:g} does not grow; it must be above 1, for example 1.3", "ratio"
-            )
-        if self.min % self.align and self.min != self.max:
-            up = math.ceil(self.min / self.align) * self.align
-            raise problem(
-                f"min {self.min} is not a multiple of align {self.align}; use min: {up}, "
-                "or another align",
-                "min",
-            )
-        return self
-
-
-def _check_min_max(low: int, high: int) -> None:
-    if low > high:
-        raise problem(f"min {low} is above max {high}; swap them or raise max", "min")
-
-
-class AxisPolicy(_Frozen):
-    """How the sizes of one axis are made: exactly one of the three ways."""
-
-    explicit: tuple[Int, ...] | None = _field("The sizes themselves, ascending.", "elements", None)
-    linear: Linear | None = _field("Sizes at a fixed distance.", "elements", None)
-    exponential: Exponential | None = _field("Sizes at a fixed ratio.", "elements", None)
-
-    @field_validator("explicit")
-    @classmethod
-    def _ascending(cls, sizes: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        if sizes is None:
-            return None
-        if not sizes:
-            raise problem("no size is given; list at least one, for example [32, 64, 128]")
-        for i, size in enumerate(sizes):
-            if size < 1:
-                raise problem(f"size {size} is below 1; remove it", i)
-            if i and size == sizes[i - 1]:
-                raise problem(f"size {size} is there twice; remove one", i)
-            if i and size < sizes[i - 1]:
-                remedy = f"sort them: {_short(sorted(set(sizes)))}"
-                raise problem(f"size {size} comes after {sizes[i - 1]}; {remedy}", i)
-        return sizes
-
-    @model_validator(mode="after")
-    def _one_way(self) -> Self:
-        ways = [way for way in ("explicit", "linear", "exponential") if getattr(self, way)]
-        if len(ways) != 1:
-            given = " and ".join(ways) or "none"
-            raise problem(f"{given} given; give exactly one of explicit, linear, exponential")
-        return self
-
-    @property
-    def largest(self) -> int:
-        """The largest size that this policy makes."""
-        return self._ends[1]
-
-    @property
-    def smallest(self) -> int:
-        """The smallest size that this policy makes."""
-        return self._ends[0]
-
-    @property
-    def largest_key(self) -> tuple[str | int, ...]:
-        """Where the largest size stands in the config, for error messages."""
-        if self.explicit:
-            return ("explicit", len(self.explicit) - 1)
-        return ("linear" if self.linear else "exponential", "max")
-
-    @property
-    def _ends(self) -> tuple[int, int]:
-        if made := self.linear or self.exponential:
-            return made.min, made.max
-        sizes = self.explicit or ()  # never empty: _one_way has seen to it
-        return sizes[0], sizes[-1]
-
-
-def _short(sizes: Sequence[int]) -> str:
-    if len(sizes) <= 12:
-        return str(list(sizes))
-    return f"[{', '.join(map(str, sizes[:11]))}, ... {sizes[-1]}]"
-
-
-Policy = Mapping[Axis, AxisPolicy]
-"""Axis -> how its sizes are made. An axis that is left out gets the default of the device."""
+OutputDim = Annotated[Int | str, AfterValidator(_check_output_dim)]
 
 
 class InputSpec(_Frozen):
@@ -213,8 +67,8 @@ class InputSpec(_Frozen):
     )
     pad: Float | Int = _field("Value written where a row is shorter than its bucket.", "value", 0)
     make: Literal["mask", "positions"] | None = _field(
-        "Made by the layout instead of sent by the caller: `mask` is 1 on real positions of the "
-        "second dim, `positions` counts them from 0.",
+        "Made by the layout instead of sent by the caller: `mask` is 1 on real elements and 0 on "
+        "padding, along every axis of `dims`; `positions` counts from 0 along its one axis.",
         "word",
         None,
     )
@@ -222,8 +76,13 @@ class InputSpec(_Frozen):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         _check_batch_first(self.dims)
-        if self.make and (len(self.dims) < 2 or not isinstance(self.dims[1], str)):
-            raise problem(f"make: {self.make} needs an axis as second dim, as [batch, seq]", "make")
+        named = sum(isinstance(dim, str) for dim in self.dims[1:])
+        if self.make == "mask" and not named:
+            raise problem("make: mask needs an axis besides batch, as [batch, seq]", "make")
+        if self.make == "positions" and named != 1:
+            raise problem(
+                f"make: positions counts along one axis besides batch, dims has {named}", "make"
+            )
         if not self.dtype.startswith(("float", "bfloat")) and self.pad != int(self.pad):
             raise problem(f"pad {self.pad} is not a whole number, but dtype is {self.dtype}", "pad")
         return self
@@ -233,8 +92,10 @@ class OutputSpec(_Frozen):
     """One output tensor of a model given by ``import``."""
 
     dtype: DType = _field("Element type.", "word")
-    dims: tuple[Dim, ...] = _field(
-        "As for inputs; the padding is cut off along every axis named here.", "elements"
+    dims: tuple[OutputDim, ...] = _field(
+        "As for inputs; the padding is cut off along every axis named here. `frames/4` is the "
+        "axis `frames` at a quarter of its rate, rounded up.",
+        "elements",
     )
 
     @model_validator(mode="after")
@@ -271,18 +132,24 @@ class RareShape(_Frozen):
 class Limits(_Frozen):
     """Bounds on rows, batches and the queue."""
 
-    max_length: Int | None = _field(
-        "Largest bucket size of every axis but `batch`; unset means the model's own.",
+    max_length: PerAxis | None = _field(
+        "Largest bucket size of every axis but `batch`, or axis -> size; unset means the model's "
+        "own.",
         "elements",
         None,
-        ge=1,
     )
-    hard_limit: Int | None = _field(
-        "Longest row that runs at all; between `max_length` and this `rare_shapes` decides. "
-        "Unset means the model's own, such as the size of its position table.",
+    hard_limit: PerAxis | None = _field(
+        "Longest row that runs at all, for every axis or axis -> size; between `max_length` and "
+        "this `rare_shapes` decides. Unset means the model's own, such as the size of its "
+        "position table, and twice `max_length` for a module.",
         "elements",
         None,
-        ge=1,
+    )
+    min_length: PerAxis = _field(
+        "Shortest row that the model can run, for every axis or axis -> size; a shorter one is "
+        "refused with 400.",
+        "elements",
+        1,
     )
     max_rows: Int = _field("Rows that one request may carry.", "rows", 2048, ge=1)
     max_batch_tokens: Int = _field(
@@ -296,21 +163,39 @@ class Limits(_Frozen):
         "More waiting elements are refused with 429.", "padded elements", 1_000_000, ge=1
     )
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that are named by a limit of their own."""
+        limits = (self.min_length, self.max_length, self.hard_limit)
+        return tuple(
+            dict.fromkeys(a for limit in limits if isinstance(limit, Mapping) for a in limit)
+        )
+
     @model_validator(mode="after")
     def _ordered(self) -> Self:
-        longest = self.hard_limit or self.max_length
-        if self.max_length and self.hard_limit and self.max_length > self.hard_limit:
-            raise problem(
-                f"max_length {self.max_length} is above hard_limit {self.hard_limit}; lower "
-                "max_length or raise hard_limit",
-                "max_length",
-            )
-        if longest and longest > self.max_queue_tokens:
-            raise problem(
-                f"max_queue_tokens {self.max_queue_tokens} would never admit a row of {longest}; "
-                f"use {longest} or more",
-                "max_queue_tokens",
-            )
+        for axis in self.axes or ("",):  # "": what is said of every axis
+            low = along(self.min_length, axis) or 1
+            end, hard = along(self.max_length, axis), along(self.hard_limit, axis)
+            longest = hard or end
+            if end and hard and end > hard:
+                raise problem(
+                    f"max_length {end} is above hard_limit {hard}; lower max_length or raise "
+                    "hard_limit",
+                    "max_length",
+                    axis,
+                )
+            if longest and low > (end or longest):
+                raise problem(
+                    f"min_length {low} is above the largest bucket of {end or longest}; lower it",
+                    "min_length",
+                    axis,
+                )
+            if longest and longest > self.max_queue_tokens:
+                raise problem(
+                    f"max_queue_tokens {self.max_queue_tokens} would never admit a row of "
+                    f"{longest}; use {longest} or more",
+                    "max_queue_tokens",
+                )
         return self
 
 
@@ -343,8 +228,8 @@ class CompileConfig(_Frozen):
         "auto",
     )
     graph_memory_fraction: Float = _field(
-        "Captures stop once their pool has reserved this share of the device's memory; what is "
-        "left is served compiled.",
+        "Captures of this model stop once their pool has reserved this share of the device's "
+        "memory; what is left is served compiled.",
         "share, 0 to 1",
         0.25,
         gt=0,
@@ -408,7 +293,8 @@ class ModelConfig(_Frozen):
         "auto",
     )
     policy: Policy = _field(
-        "What buckets there are: axis -> sizes. Axes left out get the default of the device.",
+        "What buckets there are: axis -> sizes, or several axes as `height,width` -> shapes. Axes "
+        "left out get the default of the device.",
         "axes",
         {},
     )
@@ -422,13 +308,18 @@ class ModelConfig(_Frozen):
         "Run Python code that comes with the model directory.", "true or false", False
     )
     padding_invariant: Bool | None = _field(
-        "Whether padding leaves answers unchanged. False runs every row at its exact size in the "
-        "fallback; unset trusts the model and tests it at start.",
+        "Whether padding leaves answers unchanged. False runs every row at its exact size: in the "
+        "bucket of just that size where the policy has one, else in the fallback. Unset trusts "
+        "the model and tests it at start.",
         "true or false",
         None,
     )
     threads: Int | None = _field(
-        "CPU threads of the model; unset means all cores it may use.", "threads", None, ge=1
+        "CPU threads of the model, the same for all models of a service; unset means what another "
+        "model says, else all cores it may use.",
+        "threads",
+        None,
+        ge=1,
     )
 
     @model_validator(mode="after")
@@ -441,6 +332,10 @@ class ModelConfig(_Frozen):
         if self.path and (self.inputs is not None or self.outputs is not None):
             key = "inputs" if self.inputs is not None else "outputs"
             raise problem(f"{key} belongs to import; a model directory brings its own", key)
+        if self.path and self.limits.min_length != 1:
+            raise problem(
+                "min_length belongs to import; a text of any length runs", "limits", "min_length"
+            )
         return self
 
     @model_validator(mode="after")
@@ -486,14 +381,19 @@ class ModelConfig(_Frozen):
         if self.inputs is None:
             return self
         axes = {dim for spec in self.inputs.values() for dim in spec.dims if isinstance(dim, str)}
-        for section in ("policy", "rare_shapes"):
-            for axis in getattr(self, section):
-                if axis not in axes:
-                    hint = _suggest(axis, sorted(axes)).replace("Known keys", "Axes")
-                    raise problem(f"no input has the axis {axis!r}; {hint}", section, axis)
+        named = [(axis, "policy", key) for key in self.policy for axis in axes_of(key)]
+        named += [(axis, "rare_shapes", axis) for axis in self.rare_shapes]
+        for axis, section, key in named:
+            if axis not in axes:
+                hint = _suggest(axis, sorted(axes)).replace("Known keys", "Axes")
+                raise problem(f"no input has the axis {axis!r}; {hint}", section, key)
+        for axis in self.limits.axes:
+            if axis not in axes - {BATCH}:
+                hint = _suggest(axis, sorted(axes - {BATCH})).replace("Known keys", "Axes")
+                raise problem(f"rows have no axis {axis!r}; {hint}", "limits")
         for name, out in (self.outputs or {}).items():
             for dim in out.dims:
-                if isinstance(dim, str) and dim not in axes:
+                if isinstance(dim, str) and dim.partition("/")[0] not in axes:
                     raise problem(f"no input has the axis {dim!r}", "outputs", name, "dims")
         if all(spec.make for spec in self.inputs.values()):
             raise problem("every input is made by the layout; leave make out of one", "inputs")
@@ -501,14 +401,25 @@ class ModelConfig(_Frozen):
 
     @model_validator(mode="after")
     def _buckets_within_limits(self) -> Self:
-        for axis, sizes in self.policy.items():
-            if axis not in (BATCH, TOKENS):
-                self._check_largest(axis, sizes)
+        for key, sizes in self.policy.items():
+            for axis, (first, last) in zip(axes_of(key), sizes.ends, strict=True):
+                if axis not in (BATCH, TOKENS):
+                    self._check_first(key, axis, first)
+                    self._check_last(axis, last, ("policy", key, *sizes.largest_key))
         return self
 
-    def _check_largest(self, axis: str, sizes: AxisPolicy) -> None:
-        last, at = sizes.largest, ("policy", axis, *sizes.largest_key)
-        hard, end = self.limits.hard_limit, self.limits.max_length
+    def _check_first(self, key: str, axis: str, first: int) -> None:
+        low = along(self.limits.min_length, axis) or 1
+        if first < low:
+            raise problem(
+                f"smallest bucket {axis}={first} is below limits.min_length {low}, so the model "
+                f"cannot run it; begin the policy at {low} or more",
+                "policy",
+                key,
+            )
+
+    def _check_last(self, axis: str, last: int, at: tuple[str | int, ...]) -> None:
+        hard, end = along(self.limits.hard_limit, axis), along(self.limits.max_length, axis)
         if hard and last > hard:
             raise problem(
                 f"largest bucket {axis}={last} is above limits.hard_limit {hard}; end the policy "
@@ -528,15 +439,38 @@ class ModelConfig(_Frozen):
                 *at,
             )
 
+    @model_validator(mode="after")
+    def _pieces_are_long_enough(self) -> Self:
+        for axis, rule in self.rare_shapes.items():
+            if rule.over_max == "split" and (along(self.limits.min_length, axis) or 1) > 1:
+                raise problem(
+                    "the last piece of a split row may be shorter than limits.min_length; use "
+                    "fallback, truncate or reject",
+                    "rare_shapes",
+                    axis,
+                    "over_max",
+                )
+        return self
+
 
 class HttpConfig(_Frozen):
-    """The HTTP service."""
+    """The HTTP and gRPC service."""
 
     host: Name = _field("Address to listen on.", "address", "127.0.0.1")
     port: Int = _field("Port to listen on.", "port", 8000, ge=1, le=65535)
+    grpc_port: Int | None = _field(
+        "Port for the Open Inference Protocol over gRPC; none, no gRPC.",
+        "port",
+        None,
+        ge=1,
+        le=65535,
+    )
     replicas: Int = _field("Processes that each hold the models.", "processes", 1, ge=1)
     max_body_bytes: Int = _field(
-        "Longer request bodies are refused with 413.", "bytes", 16_777_216, ge=1
+        "Longer request bodies are refused with 413 (gRPC: RESOURCE_EXHAUSTED).",
+        "bytes",
+        16_777_216,
+        ge=1,
     )
     proxy: Literal["fast", "default"] = _field(
         "`fast` uses Ray Serve's HAProxy and throughput flags, `default` its Python proxy.",
@@ -546,6 +480,36 @@ class HttpConfig(_Frozen):
     drain_s: Float = _field(
         "Longest time to finish what is in flight when stopping.", "seconds", 10.0, ge=0
     )
+
+    @model_validator(mode="after")
+    def _two_ports(self) -> Self:
+        if self.grpc_port == self.port:
+            raise problem(
+                f"grpc_port {self.grpc_port} is the HTTP port; choose another", "grpc_port"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _grpc_host(self) -> Self:
+        # Ray's Python proxy opens its gRPC port on all interfaces. Callers can be told apart by
+        # whether they are on this machine, but not by the interface they came in at.
+        if self.grpc_port and self.proxy == "default" and not (self.is_local or self.is_open):
+            raise problem(
+                f"with proxy default, gRPC cannot listen on {self.host} alone; use proxy fast, or "
+                "host 127.0.0.1 or 0.0.0.0",
+                "grpc_port",
+            )
+        return self
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine is let in."""
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether all interfaces are listened on."""
+        return self.host in ("0.0.0.0", "::")
 
 
 class ServeConfig(_Frozen):
@@ -567,6 +531,20 @@ class ServeConfig(_Frozen):
                         f"the name {name!r} is taken by models[{seen[name]}]; choose another", i
                     )
                 seen[name] = i
+        return models
+
+    @field_validator("models")
+    @classmethod
+    def _one_number_of_threads(cls, models: tuple[ModelConfig, ...]) -> tuple[ModelConfig, ...]:
+        asked = {model.threads: i for i, model in reversed([*enumerate(models)]) if model.threads}
+        if len(asked) > 1:
+            (first, _), (other, i) = sorted(asked.items(), key=lambda item: item[1])[:2]
+            raise problem(
+                f"threads {other} differs from {first} above; the models of a service run in one "
+                "thread in turn, so give them the same number, or give it to one of them",
+                i,
+                "threads",
+            )
         return models
 
     @classmethod

@@ -1,6 +1,8 @@
-"""The engine: one model served through its buckets, without Ray."""
+"""The engine: one model served through its buckets, without Ray; several may share a device."""
 
+from shapeserve.engine.device import DeviceThread
 from shapeserve.engine.engine import Engine
 from shapeserve.engine.rows import PreparedSample, Result, Sample
+from shapeserve.engine.shared import shared_engine
 
-__all__ = ["Engine", "PreparedSample", "Result", "Sample"]
+__all__ = ["DeviceThread", "Engine", "PreparedSample", "Result", "Sample", "shared_engine"]

@@ -52,6 +52,7 @@ if TYPE_CHECKING:  # needs the extra ``hf``, which a service of other models may
 
 log = logging.getLogger("shapeserve.engine")
 
+_CPU = torch.device("cpu")
 _FUSE_SIZE = 16  # of the row that compares joined layers with the original; arbitrary
 
 
@@ -151,14 +152,15 @@ def new_runner(built: Built, config: ModelConfig, policy: Policy, metrics: Metri
 
 def pick_device(wanted: str) -> torch.device:
     """Return the device that the config asks for; ConfigError if it is not there."""
-    there = torch.cuda.is_available()
-    if wanted == "cuda" and not there:
+    kind = device_kind(wanted)
+    if wanted == "cuda" and kind != "cuda":
         raise ConfigError("device: cuda asked for, but torch sees no GPU; use device: auto or cpu")
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if wanted != "cpu" and there
-        else (torch.device("cpu"))
-    )
+    return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else _CPU
+
+
+def device_kind(wanted: str) -> Device:
+    """Return where a model with this ``device`` runs; ``cpu`` if there is no GPU."""
+    return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def _fuses(config: ModelConfig, device: torch.device) -> bool:
@@ -173,7 +175,11 @@ def fuse_layers(model: LoadedModel, probe: Probe, device: torch.device) -> Fusio
     The packed module has the same layers, so it changes with it.
     """
     spec = model.spec
-    row = probe.row({axis: min(_FUSE_SIZE, spec.max_length[axis]) for axis in spec.row_axes})
+    sizes = {
+        axis: max(min(_FUSE_SIZE, end), spec.min_length.get(axis, 1))
+        for axis, end in spec.max_length.items()
+    }
+    row = probe.row(sizes)
     inputs = probe.inputs(row)
     report = fuse_verified(
         model.module,
@@ -267,6 +273,7 @@ def make_grid(
         max_batch_tokens=config.limits.max_batch_tokens,
         max_sizes=spec.max_length,
         hard_limits=spec.hard_limit,
+        min_sizes=spec.min_length,
     )
 
 
@@ -295,7 +302,7 @@ def make_programs(
         freeze=config.compile.freeze == "on"
         or (config.compile.freeze == "auto" and device.type == "cpu"),
         backend=config.compile.backend,
-        on_limit=monitor.count_eager_frame,
+        monitor=monitor,
     )
 
 

@@ -1,9 +1,13 @@
-"""The device thread: the one thread that touches the model after it is loaded.
+"""The device thread: the one thread that touches the models of a device after they are loaded.
 
-It runs jobs (warm-up steps, policy swaps) and batches. One long-lived thread, because CUDA graph
-capture, library handles and OpenMP pools all belong to the thread that made them. A batch may end
-in two parts, launch and finish; then the next batch is launched while the device works on this
-one. A job runs only when nothing is in flight.
+It runs jobs (warm-up steps, policy swaps) and the batches of one engine or several, which are its
+*sources*; :class:`~shapeserve.turns.Turns` says whose batch is next. One long-lived thread, because
+CUDA graph capture, library handles and OpenMP pools all belong to the thread that made them, and
+because nothing may run on a device while a graph is captured there.
+
+A batch may end in two parts, launch and finish; then the next batch, of whichever source, is
+launched while the device works on this one. A job runs only when nothing is in flight, and after a
+job a batch that waits has its turn before the next job.
 """
 
 from __future__ import annotations
@@ -14,56 +18,110 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
+
+from shapeserve.turns import Turns
 
 log = logging.getLogger("shapeserve.engine")
 
 T = TypeVar("T")
 Finish = Callable[[], None]
-Work = Callable[[], Finish | None]
-"""Runs a batch, or launches it and returns what waits for it and settles its rows."""
+Step = Callable[[], Finish | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A batch that has left its queue.
+
+    Attributes:
+        run: runs it, or launches it and returns what waits for it and settles its rows.
+        cost: padded elements that it executes.
+    """
+
+    run: Step
+    cost: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """Where batches come from: one engine.
+
+    Attributes:
+        next_work: called with the lock held when it is this source's turn, and with whether a
+            batch is in flight; returns the next batch, or None if it can wait until none is.
+        max_in_flight: batches on the device, of whatever source, with which this one may launch
+            another is one less than this; 1 without overlap.
+        next_wakeup: called with the lock held; seconds until ``next_work`` has something although
+            nobody notifies: 0 now, None never.
+        on_death: called once, without the lock, with whatever killed the thread.
+    """
+
+    next_work: Callable[[bool], Work | None]
+    max_in_flight: Callable[[], int]
+    next_wakeup: Callable[[], float | None]
+    on_death: Callable[[BaseException], None]
 
 
 class DeviceThread:
-    """Runs work until it is closed or dies.
+    """Runs the work of its sources until the last of them leaves, or until it dies.
 
     Args:
-        next_work: called with the lock held, and with whether a batch is in flight; returns the
-            next batch to run, or None.
-        next_wakeup: called with the lock held; seconds until ``next_work`` may have something
-            although nobody notifies, or None.
-        max_in_flight: batches that may be launched and not finished.
-        on_death: called once, without the lock, with whatever killed the thread.
-        threads: CPU threads of the model; they are a property of the calling thread in OpenMP
-            builds, and Dynamo guards on them, so they are set here before anything compiles.
+        threads: CPU threads of the models; they are a property of the calling thread in OpenMP
+            builds, and Dynamo guards on them, so they are set here before anything compiles and
+            are the same for all sources. None: torch's own.
+
+    Thread rule: any thread; ``lock`` guards the queues of all its sources.
     """
 
-    def __init__(
-        self,
-        *,
-        next_work: Callable[[bool], Work | None],
-        max_in_flight: Callable[[], int] = lambda: 1,
-        next_wakeup: Callable[[], float | None],
-        on_death: Callable[[BaseException], None],
-        threads: int | None,
-    ) -> None:
+    def __init__(self, *, threads: int | None = None) -> None:
         self.lock = threading.Condition()
-        self._next_work = next_work
-        self._next_wakeup = next_wakeup
-        self._on_death = on_death
-        self._threads = threads
-        self._max_in_flight = max_in_flight
+        self.threads = threads
+        self._sources: list[Source] = []
+        self._turns: Turns[Source] = Turns()
         self._flights: deque[Finish] = deque()
-        self._jobs: deque[tuple[Work, Future[Any]]] = deque()
+        self._jobs: deque[tuple[Step, Future[Any]]] = deque()
+        self._after_job = False
         self._closing = False
         self._busy_since: float | None = None
+        self._done_s = 0.0  # when the last batch was done
         self._thread = threading.Thread(target=self._main, name="shapeserve-device", daemon=True)
 
+    def join(self, source: Source) -> None:
+        """Take the batches of ``source`` from now on.
+
+        Raises:
+            RuntimeError: the thread has ended.
+        """
+        with self.lock:
+            if self._closing:
+                raise RuntimeError("the device thread has ended; make a new DeviceThread")
+            self._sources.append(source)
+            self._turns.join(source)
+
+    def leave(self, source: Source, timeout_s: float) -> None:
+        """Take no more batches of ``source``; with the last source the thread ends.
+
+        Waits for that for up to ``timeout_s``.
+        """
+        with self.lock:
+            if source in self._sources:
+                self._sources.remove(source)
+                self._turns.leave(source)
+            last = not self._sources
+            self._closing = self._closing or last
+            self.lock.notify_all()
+        if last and self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
     def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        """Start the thread, unless it has been started."""
+        with self.lock:
+            if self._thread.ident is None:
+                self._thread.start()
 
     @property
     def alive(self) -> bool:
@@ -71,15 +129,23 @@ class DeviceThread:
         return self._thread.is_alive()
 
     def busy_s(self) -> float:
-        """Seconds that the current batch or job has been running, 0 when idle."""
+        """Seconds that the current batch or bounded job has been running, 0 when idle."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
-    def call(self, job: Callable[[], T]) -> Future[T]:
-        """Run ``job`` on the device thread before the next batch."""
+    def call(self, job: Callable[[], T], *, bounded: bool = True) -> Future[T]:
+        """Run ``job`` on the device thread, at the latest after one more batch.
+
+        Args:
+            job: what to run.
+            bounded: whether it must end soon. The start of an engine may compile for minutes and
+                is no sign of a device that hangs.
+        """
         future: Future[T] = Future()
 
         def run() -> None:
+            if not bounded:
+                self._busy_since = None
             try:
                 future.set_result(job())
             except BaseException as error:
@@ -99,56 +165,105 @@ class DeviceThread:
         """Say that there may be work; the lock must be held."""
         self.lock.notify_all()
 
-    def close(self, timeout_s: float) -> bool:
-        """Let the thread end after its current work; return whether it did within ``timeout_s``."""
-        with self.lock:
-            self._closing = True
-            self.lock.notify_all()
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-        return not self.alive
+    # --- the thread ---------------------------------------------------------------------------
 
     def _main(self) -> None:
         try:
-            if self._threads:
-                torch.set_num_threads(self._threads)
+            if self.threads:
+                torch.set_num_threads(self.threads)
             with torch.no_grad():
                 self._loop()
         except BaseException as error:  # whatever it is, those who wait must be told
             log.critical("the device thread died: %r", error, exc_info=error)
-            with self.lock:
-                self._closing = True  # no job is taken any more
-                left, self._jobs = self._jobs, deque()
-            for _, future in left:
-                future.set_exception(RuntimeError(f"the device thread died: {error!r}"))
-            self._on_death(error)
+            self._tell_all(error)
+
+    def _tell_all(self, error: BaseException) -> None:
+        with self.lock:
+            self._closing = True  # no job is taken any more
+            left, self._jobs = self._jobs, deque()
+            sources = tuple(self._sources)
+        for _, future in left:
+            future.set_exception(RuntimeError(f"the device thread died: {error!r}"))
+        for source in sources:
+            try:
+                source.on_death(error)
+            except Exception:  # the others must hear of it too
+                log.exception("an engine could not be told that its device thread died")
 
     def _loop(self) -> None:
         flights = self._flights
         while True:
-            work = self._next_step()
-            if work is None:
+            step = self._next_step()
+            if step is None:
                 if not flights:
                     return
-                work = flights.popleft()
+                step = flights.popleft()
             self._busy_since = time.monotonic()
-            if (finish := work()) is not None:
+            if (finish := step()) is not None:
                 flights.append(finish)
             elif not flights:
                 self._busy_since = None
 
-    def _next_step(self) -> Work | None:
+    def _next_step(self) -> Step | None:
         """Wait for a job or a batch; None: finish the oldest batch, or end if there is none."""
         with self.lock:
             while True:
-                if len(self._flights) >= self._max_in_flight():
-                    return None
-                work = self._take()
-                if work is not None or self._flights or self._closing:
-                    return work
-                self.lock.wait(self._next_wakeup())
+                ready, wakeup_s = self._ready()
+                step = self._take(ready)
+                if step is not None or self._flights or self._closing:
+                    return step
+                self.lock.wait(wakeup_s)
 
-    def _take(self) -> Work | None:
-        if self._jobs:
-            return None if self._flights else self._jobs.popleft()[0]
-        return None if self._closing else self._next_work(bool(self._flights))
+    def _ready(self) -> tuple[list[Source], float | None]:
+        """Return the sources that have a batch, and the seconds until another one has."""
+        ready: list[Source] = []
+        soonest_s: float | None = None
+        for source in self._sources:
+            seconds = source.next_wakeup()
+            if seconds is None:
+                continue
+            if seconds <= 0:
+                ready.append(source)
+            if soonest_s is None or seconds < soonest_s:
+                soonest_s = seconds
+        return ready, soonest_s
+
+    def _take(self, ready: list[Source]) -> Step | None:
+        """Return the next job, or the batch of the source whose turn it is.
+
+        That source may have to wait until the oldest batch is done; then all do, else a stream of
+        batches of another one could keep it waiting for ever.
+        """
+        if self._jobs and not (ready and self._after_job):
+            if self._flights:
+                return None
+            self._after_job = True
+            return self._jobs.popleft()[0]
+        source = self._turns.next(ready)
+        if source is None or self._closing or len(self._flights) >= source.max_in_flight():
+            return None
+        work = source.next_work(bool(self._flights))
+        if work is None:
+            return None
+        self._after_job = False
+        return partial(self._run, source, work, self._turns.take(source, work.cost))
+
+    def _run(self, source: Source, work: Work, charge_s: float) -> Finish | None:
+        started_s = time.monotonic()
+
+        def done() -> None:
+            now = time.monotonic()
+            seconds = now - max(started_s, self._done_s)  # beside another batch is not its own
+            self._done_s = now
+            with self.lock:
+                self._turns.done(source, work.cost, charge_s, seconds)
+
+        def finish_and_done(finish: Finish) -> None:
+            finish()
+            done()
+
+        finish = work.run()
+        if finish is not None:
+            return partial(finish_and_done, finish)
+        done()
+        return None

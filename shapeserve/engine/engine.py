@@ -16,7 +16,7 @@ from shapeserve.buckets import Grid
 from shapeserve.config import ModelConfig, Policy, ServeConfig
 from shapeserve.engine.build import Built, build, new_runner
 from shapeserve.engine.combine import combine
-from shapeserve.engine.device import DeviceThread, Finish, Work
+from shapeserve.engine.device import DeviceThread, Finish, Source, Work
 from shapeserve.engine.execute import BatchExecutor
 from shapeserve.engine.mail import Mail
 from shapeserve.engine.offline import run_offline
@@ -69,6 +69,12 @@ class Engine:
         config: a model's configuration, or a service's with exactly one model.
         metrics: where to count; an own registry if not given.
         on_progress: called with every step of the warm-up, in the device thread.
+        device: the device thread to run on, which other engines may share: their batches take
+            turns, and a start or a policy swap of one runs between the batches of the others. It
+            ends when the last of its engines is closed. An own one if not given.
+
+    Raises:
+        ConfigError: ``threads`` differs from those of the shared device thread.
 
     Thread rule: all public methods may be called from any thread. The async ones resolve in the
     caller's event loop and never block it.
@@ -85,6 +91,7 @@ class Engine:
         *,
         metrics: Metrics | None = None,
         on_progress: Callable[[WarmupProgress], None] | None = None,
+        device: DeviceThread | None = None,
     ) -> None:
         self.config = _one_model(config)
         self.metrics = metrics or Metrics()
@@ -100,17 +107,23 @@ class Engine:
             max_queue_tokens=limits.max_queue_tokens,
             batch_wait_timeout_s=self.config.batching.batch_wait_timeout_s,
         )
-        self._device = DeviceThread(
+        self._executor: BatchExecutor
+        self._running: list[Batch] = []  # taken from the queue and not settled
+        self._built: Built | None = None
+        self._preparer: Preparer | None = None
+        self._device = device or DeviceThread(threads=self.config.threads)
+        if self.config.threads not in (None, self._device.threads):
+            raise ConfigError(
+                f"threads: {self.config.threads} asked for, but the device thread that is shared "
+                f"has {self._device.threads}; give its models the same number, or leave it out"
+            )
+        self._source = Source(
             next_work=self._next_work,
             max_in_flight=self._max_in_flight,
             next_wakeup=lambda: self._batcher.next_wakeup(time.monotonic()),
             on_death=self._died,
-            threads=self.config.threads,
         )
-        self._executor: BatchExecutor
-        self._running: list[Batch] = []  # launched and not settled; the device thread's own
-        self._built: Built | None = None
-        self._preparer: Preparer | None = None
+        self._device.join(self._source)
 
     # --- life ---------------------------------------------------------------------------------
 
@@ -128,9 +141,9 @@ class Engine:
         started = time.monotonic()
         self._device.start()
         try:
-            self._device.call(self._start_on_device).result()
+            self._device.call(self._start_on_device, bounded=False).result()
         except BaseException:
-            self._device.close(1.0)
+            self._device.leave(self._source, 1.0)
             self._state = "closed"
             raise
         self.metrics.warmup_seconds.labels(model=self.spec.name).set(time.monotonic() - started)
@@ -147,6 +160,8 @@ class Engine:
         self._preparer = self._new_preparer(built)
 
     def _report(self, progress: WarmupProgress) -> None:
+        if self._state != "starting":  # others may need the device
+            raise Unavailable(f"the engine was closed while it started ({self._state})")
         self.progress = progress
         if self._on_progress is not None:
             self._on_progress(progress)
@@ -156,27 +171,33 @@ class Engine:
 
         Rows that are still waiting then fail with :class:`Unavailable`.
         """
-        if self._state in ("closed", "new"):
-            self._state = "closed"
+        if self._state == "closed":
             return
         deadline = time.monotonic() + drain_s
         with self._device.lock:
-            if self._state == "starting":
+            if self._state in ("new", "starting"):
                 deadline = time.monotonic()  # there is nothing to drain
             if self._state != "dead":
                 self._state = "closing"
-            while self._device.alive and self._unfinished() and time.monotonic() < deadline:
-                self._device.lock.wait(_POLL_S)
+            self._wait_while(self._unfinished, deadline)
             left = self._batcher.close()
             self._count_queue()
         if left:
             gone = Unavailable("the service is shutting down")
             self._executor.drop(left, DropReason.SHUTDOWN, gone)
-        self._device.close(max(deadline - time.monotonic(), 1.0))
+        deadline = max(deadline, time.monotonic() + 1.0)
+        with self._device.lock:
+            self._wait_while(lambda: bool(self._running), deadline)
+        self._device.leave(self._source, deadline - time.monotonic())
         self._state = "closed"
 
+    def _wait_while(self, condition: Callable[[], bool], deadline_s: float) -> None:
+        """Wait, the lock being held, as long as the device thread lives to change it."""
+        while self._device.alive and condition() and time.monotonic() < deadline_s:
+            self._device.lock.wait(_POLL_S)
+
     def _unfinished(self) -> bool:
-        return self._batcher.queue_rows > 0 or self._device.busy_s() > 0
+        return self._batcher.queue_rows > 0 or bool(self._running)
 
     def __enter__(self) -> Self:
         return self
@@ -203,6 +224,8 @@ class Engine:
 
     def on_device(self, job: Callable[[], T]) -> T:
         """Run ``job`` on the device thread, between batches, and return its result."""
+        if self._state == "closed":
+            raise Unavailable("the engine is closed")
         return self._device.call(job).result()
 
     @property
@@ -454,14 +477,15 @@ class Engine:
             self._count_queue()
         if batch is None and not expired:
             return None
-        return partial(self._work, batch, expired)
+        if batch is not None:
+            self._running.append(batch)
+        return Work(partial(self._work, batch, expired), batch.area if batch is not None else 0)
 
     def _work(self, batch: Batch | None, expired: Sequence[Row]) -> Finish | None:
         late = DeadlineExceeded("the deadline passed before the row was started")
         self._executor.drop(expired, DropReason.DEADLINE, late)
         if batch is None:
             return None
-        self._running.append(batch)
         flight = self._executor.launch(batch)
         finish = partial(self._finish, batch, flight)
         if flight is not None and self._max_in_flight() > 1:
@@ -473,8 +497,8 @@ class Engine:
         """Settle the rows, unless a retry has, and make room for the next batch."""
         if flight is not None:
             self._executor.finish(batch, flight)
-        self._running.remove(batch)
         with self._device.lock:
+            self._running.remove(batch)
             self._batcher.complete(batch, time.monotonic())
             self._device.notify()
 
@@ -486,6 +510,7 @@ class Engine:
             self._count_queue()
         for batch in self._running:
             self._executor.abandon(batch, error)
+        self._running.clear()
         if left:  # while the engine starts there is neither a row nor who would settle it
             dead = Unavailable(f"the device thread died: {error!r}")
             self._executor.drop(left, DropReason.FAILED, dead)
@@ -506,9 +531,9 @@ class Engine:
         with self._swap_lock:
             swaps = partial(self.metrics.policy_swaps_total.labels, model=self.spec.name)
             try:
-                runner = self._device.call(
+                runner = self.on_device(
                     partial(new_runner, built, self.config, policy, self.metrics)
-                ).result()
+                )
                 steps = warm_up(
                     WarmupContext(
                         runner,
@@ -519,7 +544,7 @@ class Engine:
                         strict=True,
                     )
                 )
-                while self._device.call(partial(next, steps, None)).result() is not None:
+                while self.on_device(partial(next, steps, None)) is not None:
                     pass  # one step between two batches
             except ConfigError:
                 swaps(result=SwapResult.REJECTED).inc()

@@ -215,6 +215,13 @@ class Preparer:
                         f"{name} has size {size} along {dim}, expected {max(known, 1)}"
                     )
             arrays[name] = array
+        for axis, least in self._spec.min_length.items():
+            if sizes[axis] < least:
+                raise InvalidRequest(
+                    f"has {axis}={sizes[axis]}, the model needs at least {least}; send a larger "
+                    "row",
+                    code="too_short",
+                )
         if self._tokenizer is not None:
             self._tokenizer.check_ids(arrays["input_ids"])
         return RowArrays(arrays, {axis: sizes[axis] for axis in self._spec.row_axes})

@@ -2,7 +2,7 @@
 
 from shapeserve.layout.base import Forward, Layout, Reading, RowOutputs
 from shapeserve.layout.packed import MIN_ROW_TOKENS, PackedLayout, max_rows
-from shapeserve.layout.padded import PaddedLayout
+from shapeserve.layout.padded import PaddedLayout, positions
 from shapeserve.layout.ragged import RaggedLayout
 from shapeserve.layout.rows import RowArrays
 from shapeserve.layout.tokens import takes_tokens
@@ -18,5 +18,6 @@ __all__ = [
     "RowArrays",
     "RowOutputs",
     "max_rows",
+    "positions",
     "takes_tokens",
 ]

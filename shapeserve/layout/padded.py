@@ -13,12 +13,11 @@ from math import prod
 import numpy as np
 import torch
 
-from shapeserve.buckets import BATCH
+from shapeserve.buckets import BATCH, padding
 from shapeserve.layout.base import Forward, Reading
 from shapeserve.layout.rows import RowArrays
 from shapeserve.layout.transfer import SLOTS, Download, Streams, Upload
-from shapeserve.metrics import REAL
-from shapeserve.models.spec import ModelSpec, TensorSpec
+from shapeserve.models.spec import ModelSpec, TensorSpec, size_along
 
 _Index = tuple[int | slice, ...]
 
@@ -111,40 +110,8 @@ class PaddedLayout:
         return results
 
     def split(self, rows: Sequence[RowArrays], sizes: Mapping[str, int]) -> dict[str, int]:
-        """Split the executed area into real elements and padding; see :func:`padding`."""
-        return padding(self._spec.axes, rows, sizes)
-
-
-def padding(
-    axes: Sequence[str], rows: Sequence[RowArrays], sizes: Mapping[str, int]
-) -> dict[str, int]:
-    """Split an executed area into ``real`` elements and ``padding_<axis>`` for each axis.
-
-    A row's padding belongs to the innermost axis first: along ``width`` only the rows that are
-    real in ``height`` count, along ``height`` whole lines of the bucket; filler rows are padding
-    along ``batch``. The values add up to the product of ``sizes``.
-    """
-    row_axes = [axis for axis in axes if axis != BATCH]
-    row_area = prod(sizes[axis] for axis in row_axes)
-    filler = (sizes[BATCH] - len(rows)) * row_area
-    if len(row_axes) == 1:
-        (axis,) = row_axes
-        real = sum(row.sizes[axis] for row in rows)
-        return {
-            REAL: real,
-            f"padding_{BATCH}": filler,
-            f"padding_{axis}": len(rows) * row_area - real,
-        }
-    split = {REAL: 0, f"padding_{BATCH}": filler, **{f"padding_{axis}": 0 for axis in row_axes}}
-    for row in rows:
-        split[REAL] += prod(row.sizes[axis] for axis in row_axes)
-        outer = 1
-        inner = row_area
-        for axis in row_axes:
-            inner //= sizes[axis]
-            split[f"padding_{axis}"] += outer * (sizes[axis] - row.sizes[axis]) * inner
-            outer *= row.sizes[axis]
-    return split
+        """Split the executed area into real elements and padding; see ``buckets.padding``."""
+        return padding(self._spec.axes, [row.sizes for row in rows], sizes)
 
 
 def _upload(spec: TensorSpec, capacity: int, streams: Streams) -> Upload:
@@ -160,7 +127,9 @@ def _channels(spec: TensorSpec) -> int:
 
 def _region(spec: TensorSpec, sizes: Mapping[str, int]) -> _Index:
     """The part of a row's padded tensor that is real: named dims are cut, fixed ones whole."""
-    return tuple(slice(sizes[d]) if isinstance(d, str) else slice(None) for d in spec.dims[1:])
+    return tuple(
+        slice(size_along(d, sizes)) if isinstance(d, str) else slice(None) for d in spec.dims[1:]
+    )
 
 
 def _at(row: int | slice, rest: _Index) -> _Index:
@@ -178,13 +147,19 @@ def _write_mask(view: np.ndarray, rows: Sequence[RowArrays], spec: TensorSpec) -
     view.fill(0)
     for i, row in enumerate(rows):
         view[_at(i, _region(spec, row.sizes))] = 1
-    view[_at(slice(len(rows), None), (0,) * (view.ndim - 1))] = 1
+    smallest = {dim: 1 for dim in spec.dims if isinstance(dim, str)}
+    view[_at(slice(len(rows), None), _region(spec, smallest))] = 1
 
 
 def _write_positions(view: np.ndarray, rows: Sequence[RowArrays], spec: TensorSpec) -> None:
     # Beyond a row's end the positions stay 0, a valid entry of every position table.
     view.fill(0)
-    axis = spec.dims[1]
     for i, row in enumerate(rows):
-        length = row.sizes[str(axis)]
-        view[i, :length] = np.arange(length)
+        view[_at(i, _region(spec, row.sizes))] = positions(spec, row.sizes)
+
+
+def positions(spec: TensorSpec, sizes: Mapping[str, int]) -> np.ndarray:
+    """Count along the one axis of a row, in a shape that broadcasts to the row's tensor."""
+    (place,) = (i for i, dim in enumerate(spec.dims[1:]) if isinstance(dim, str))
+    count = np.arange(spec.shape({**sizes, BATCH: 1})[1:][place])
+    return count.reshape([-1 if i == place else 1 for i in range(len(spec.dims) - 1)])

@@ -11,9 +11,8 @@ from math import prod
 
 import torch
 
-from shapeserve.buckets import BATCH
+from shapeserve.buckets import BATCH, padding
 from shapeserve.layout.base import Forward
-from shapeserve.layout.padded import padding
 from shapeserve.layout.rows import RowArrays
 from shapeserve.layout.tokens import TokenLayout
 from shapeserve.models.spec import TensorSpec
@@ -45,8 +44,8 @@ class RaggedLayout(TokenLayout):
         return run
 
     def split(self, rows: Sequence[RowArrays], sizes: Mapping[str, int]) -> dict[str, int]:
-        """Split the executed area; see ``padded.padding``."""
-        return padding(self.spec.axes, rows, sizes)
+        """Split the executed area; see ``buckets.padding``."""
+        return padding(self.spec.axes, [row.sizes for row in rows], sizes)
 
 
 def _made(spec: TensorSpec, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

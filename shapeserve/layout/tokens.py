@@ -134,11 +134,17 @@ class TokenLayout:
 
 
 def takes_tokens(spec: ModelSpec) -> bool:
-    """Whether one input of integer ids [batch, axis] is all that is sent for a row."""
+    """Whether a row is one input of integer ids [batch, axis], and outputs follow the ids or not.
+
+    An output that has the axis in another place, or at a lower rate, is cut on the host.
+    """
     sent = [t for t in spec.inputs.values() if t.make is None]
+    rest = [dim for out in spec.outputs.values() for dim in out.dims[2:]]
+    rest += [dim for out in spec.outputs.values() for dim in out.dims[1:2] if dim not in spec.axes]
     return (
         len(sent) == 1
         and len(sent[0].dims) == 2
         and isinstance(sent[0].dims[1], str)
         and all(t.dims == sent[0].dims and t.dtype == "int64" for t in spec.inputs.values())
+        and all(isinstance(dim, int) for dim in rest)
     )

@@ -12,13 +12,13 @@ from enum import StrEnum
 from math import ceil
 from typing import Literal
 
+from shapeserve.buckets import REAL as REAL  # the label `kind` of what is no padding
+
 PREFIX = "shapeserve_"
 NO_BUCKET = "none"
 """The ``bucket`` label of the fallback."""
 NO_MODEL = "none"
 """The ``model`` label of a request that named no model that is served."""
-REAL = "real"
-"""The ``kind`` label of elements that a client sent; all other kinds are padding."""
 
 
 class Mode(StrEnum):
@@ -158,12 +158,13 @@ class Endpoint(StrEnum):
 
     EMBEDDINGS = "embeddings"
     OIP_HTTP = "oip_http"
+    OIP_GRPC = "oip_grpc"
     MODELS = "models"
     METRICS = "metrics"
     OTHER = "other"
 
 
-MODEL_ENDPOINTS = (Endpoint.EMBEDDINGS, Endpoint.OIP_HTTP)
+MODEL_ENDPOINTS = (Endpoint.EMBEDDINGS, Endpoint.OIP_HTTP, Endpoint.OIP_GRPC)
 """Endpoints whose requests carry a model's name."""
 
 

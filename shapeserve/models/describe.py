@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from shapeserve.buckets import BATCH, TOKENS
+from shapeserve.config import along, axes_of, policy_of
 from shapeserve.config.paths import model_directory
 from shapeserve.errors import ConfigError
 from shapeserve.models.directory import TextDirectory, read_directory
@@ -77,33 +79,44 @@ def describe_text(config: ModelConfig, directory: TextDirectory) -> ModelSpec:
 
 def _text_limits(config: ModelConfig, directory: TextDirectory) -> tuple[int, int]:
     """Return the end of the grid and the longest row along ``seq``."""
-    for section, axes in (("policy", (BATCH, SEQ, TOKENS)), ("rare_shapes", (SEQ,))):
-        for axis in getattr(config, section):
+    limits = config.limits
+    sections = (
+        ("policy", [axis for key in config.policy for axis in axes_of(key)], (BATCH, SEQ, TOKENS)),
+        ("rare_shapes", list(config.rare_shapes), (SEQ,)),
+        ("limits", list(limits.axes), (SEQ,)),
+    )
+    for section, named, axes in sections:
+        for axis in named:
             if axis not in axes:
                 raise ConfigError(
                     f"{section}.{axis}: a text model has the axes {', '.join(axes)} there"
                 )
-    table, limits = directory.positions, config.limits
-    asked = _asked_length(config, SEQ)
+    table = directory.positions
+    asked, asked_hard = _asked_length(config, SEQ), along(limits.hard_limit, SEQ)
     end = asked or directory.max_length or table
     if end is None:
         raise ConfigError(f"{directory.root} states no maximum length; set limits.max_length")
-    if limits.hard_limit and table and limits.hard_limit > table:
+    if asked_hard and table and asked_hard > table:
         raise ConfigError(
-            f"limits.hard_limit {limits.hard_limit} is above the model's {table} positions; use "
+            f"limits.hard_limit {asked_hard} is above the model's {table} positions; use "
             f"{table} or less"
         )
-    hard = limits.hard_limit or table or end
+    hard = asked_hard or table or end
     if asked and asked > hard:
-        key = "limits.max_length" if limits.max_length else f"policy.{SEQ}"
+        key = "limits.max_length" if along(limits.max_length, SEQ) else f"policy.{SEQ}"
         raise ConfigError(f"{key}: {asked} is above the model's {hard} positions; end it at {hard}")
     return min(end, hard), hard
 
 
 def _asked_length(config: ModelConfig, axis: str) -> int | None:
     """Return the end of the grid that the config asks for; it has checked that the two agree."""
-    policy = config.policy.get(axis)
-    return config.limits.max_length or (policy.largest if policy else None)
+    decided = policy_of(config.policy, axis)
+    if length := along(config.limits.max_length, axis):
+        return length
+    if decided is None:
+        return None
+    _, place, sizes = decided
+    return sizes.ends[place][1]
 
 
 def _describe_module(config: ModelConfig) -> ModelSpec:
@@ -111,7 +124,11 @@ def _describe_module(config: ModelConfig) -> ModelSpec:
     named = [dim for spec in inputs.values() for dim in spec.dims if isinstance(dim, str)]
     axes = tuple(dict.fromkeys(named))  # batch first: every spec's dims begin with it
     ends = {axis: _module_length(config, axis) for axis in axes if axis != BATCH}
-    hard = config.limits.hard_limit
+    hard = {
+        axis: along(config.limits.hard_limit, axis) or _MODULE_HARD_LIMIT_FACTOR * end
+        for axis, end in ends.items()
+    }
+    _check_queue(config, hard)
     return ModelSpec(
         name=config.name or str(config.import_).rsplit(":", 1)[1].rsplit(".", 1)[-1],
         task="module",
@@ -120,9 +137,22 @@ def _describe_module(config: ModelConfig) -> ModelSpec:
         outputs=outputs,
         axes=axes,
         max_length=ends,
-        hard_limit={axis: hard or _MODULE_HARD_LIMIT_FACTOR * end for axis, end in ends.items()},
+        hard_limit=hard,
+        min_length={axis: along(config.limits.min_length, axis) or 1 for axis in ends},
         padding_invariant=config.padding_invariant,
     )
+
+
+def _check_queue(config: ModelConfig, hard: Mapping[str, int]) -> None:
+    """Refuse a queue that the largest row would never enter."""
+    area, room = prod(hard.values()), config.limits.max_queue_tokens
+    if area > room:
+        longest = " x ".join(f"{axis}={size}" for axis, size in hard.items())
+        raise ConfigError(
+            f"limits.max_queue_tokens {room} would never admit the largest row, {longest} "
+            f"(limits.hard_limit), of {area} elements; use a multiple of {area}, or a lower "
+            "limits.hard_limit"
+        )
 
 
 def _tensors(specs: Mapping[str, Any] | None) -> dict[str, TensorSpec]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -22,10 +22,11 @@ class TensorSpec:
     Attributes:
         name: as the config, the protocols and the results call it.
         dtype: element type, a name that torch knows.
-        dims: axis names and fixed sizes; the first is ``batch``.
+        dims: axis names and fixed sizes; the first is ``batch``. In an output ``frames/4`` is the
+            axis at a quarter of its rate, rounded up.
         pad: value of the elements beyond a row's end (inputs only).
         make: made by the layout instead of sent by the caller (inputs only): ``mask`` is 1 on
-            real elements, ``positions`` counts along the second dim from 0.
+            elements that are real along every axis, ``positions`` counts along the only axis.
     """
 
     name: str
@@ -36,7 +37,13 @@ class TensorSpec:
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the tensor's shape for ``sizes`` (axis -> size, ``batch`` included)."""
-        return tuple(dim if isinstance(dim, int) else sizes[dim] for dim in self.dims)
+        return tuple(dim if isinstance(dim, int) else size_along(dim, sizes) for dim in self.dims)
+
+
+def size_along(dim: str, sizes: Mapping[str, int]) -> int:
+    """Return the size of a named dim: that of its axis, or its share where it says ``frames/4``."""
+    axis, _, rate = dim.partition("/")
+    return -(-sizes[axis] // int(rate)) if rate else sizes[axis]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +59,7 @@ class ModelSpec:
         axes: every dynamic axis, ``batch`` first.
         max_length: row axis -> end of the grid.
         hard_limit: row axis -> longest row that runs at all.
+        min_length: row axis -> shortest row that runs; 1 where it is not there.
         padding_invariant: whether padding leaves answers unchanged; None: not known yet.
         vocab_size: token ids are in [0, vocab_size); None without a vocabulary.
         pad_token_id: id written beyond a row's end; None without a vocabulary.
@@ -68,6 +76,7 @@ class ModelSpec:
     axes: tuple[str, ...]
     max_length: Mapping[str, int]
     hard_limit: Mapping[str, int]
+    min_length: Mapping[str, int] = field(default_factory=dict)
     padding_invariant: bool | None = None
     vocab_size: int | None = None
     pad_token_id: int | None = None

@@ -50,15 +50,19 @@ def json_reply(content: object, status: int = 200) -> Reply:
 
 
 def error_reply(error: RequestError, path: str = "") -> Reply:
-    """Return the error in the form that clients of ``path`` read.
+    """Return the error in the form that clients of ``path`` read."""
+    return Reply(error.status, _error_body(error, path), retry_after(error))
 
-    ``Retry-After`` is in whole seconds, rounded up: a client that obeys it is not refused
-    again for coming a fraction early.
+
+def retry_after(error: RequestError) -> dict[str, str]:
+    """Return the header that says when to come again, if the error knows.
+
+    In whole seconds, rounded up: a client that obeys it is not refused again for coming a
+    fraction early.
     """
-    headers = {}
-    if error.retry_after_s is not None:
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
-    return Reply(error.status, _error_body(error, path), headers)
+    if error.retry_after_s is None:
+        return {}
+    return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
 
 
 def _error_body(error: RequestError, path: str) -> bytes:
@@ -90,9 +94,14 @@ def route_error(path: str, method: str, allowed: tuple[str, ...]) -> Reply:
     return Reply(405, _error_body(error, path), {"allow": ", ".join(allowed)})
 
 
+def is_request_id(value: str) -> bool:
+    """Return whether a request id can stand in a log line as it is."""
+    return _REQUEST_ID.fullmatch(value) is not None
+
+
 def check_request_id(value: str) -> str:
     """Return the request id if it can stand in a log line as it is, else raise a 400."""
-    if not _REQUEST_ID.fullmatch(value):
+    if not is_request_id(value):
         raise InvalidRequest(
             f"x-request-id has {len(value)} characters or some that are not allowed; send 1 to "
             "128 of A-Z a-z 0-9 . _ : / + = @ - or leave the header out.",

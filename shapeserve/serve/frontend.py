@@ -22,6 +22,7 @@ from shapeserve.serve.endpoints.embeddings import Embeddings
 from shapeserve.serve.endpoints.models import Models
 from shapeserve.serve.endpoints.oip import OpenInference
 from shapeserve.serve.endpoints.operations import Operations
+from shapeserve.serve.grpc import GrpcFrontend
 from shapeserve.serve.routing import Router
 from shapeserve.serve.service import Service
 
@@ -40,6 +41,9 @@ class Frontend:
         metrics_text: returns the exposition of all replicas.
         report: returns this replica's own health report.
 
+    Attributes:
+        grpc: answers gRPC with the same engines.
+
     Thread rule: one event loop. Nothing here blocks it.
     """
 
@@ -55,6 +59,7 @@ class Frontend:
     ) -> None:
         self._ledger = Ledger(metrics)
         self._service = Service(engines, aliases=aliases, max_body_bytes=max_body_bytes)
+        self.grpc = GrpcFrontend(self._service, self._ledger, report)
         self._router = Router(
             [
                 *Embeddings(self._service).routes,

@@ -6,7 +6,11 @@ die of a Ctrl-C in the terminal while requests are in flight. So, before haproxy
 ports are moved to the loopback interface, the process gets a session of its own, is tied to the
 life of its parent, and writes down its pid.
 
-Run as ``python -I -S haproxy_guard.py BINARY PIDS PORTS ARGUMENTS...``: standard library only.
+Ray also routes gRPC by an ``application`` in the metadata, which no client of the Open Inference
+Protocol sends; whoever sends none is led to ours.
+
+Run as ``python -I -S haproxy_guard.py BINARY PIDS PORTS APP HEALTH_APP ARGUMENTS...``: standard
+library only.
 """
 
 import contextlib
@@ -17,6 +21,21 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+GRPC_FRONTEND = "frontend grpc_frontend\n"
+GRPC_RULES = """\
+    acl names_application req.hdr(application) -m found
+    acl asks_health path /inference.GRPCInferenceService/ServerLive
+    acl asks_health path /inference.GRPCInferenceService/ServerReady
+    http-request set-header application {health_app} if asks_health !names_application
+    http-request set-header application {app} if !asks_health !names_application
+"""
+# Ray would answer NOT_FOUND, which clients take for good.
+GRPC_NO_REPLICA = """\
+    acl names_ours req.hdr(application) -m str {app}
+    http-request return status 200 content-type application/grpc hdr grpc-status 14 hdr \
+grpc-message "no replica is up; ServerReady says when one is" if names_ours
+"""
 
 
 def keep_local(config: str, ports: list[str]) -> str:
@@ -29,13 +48,22 @@ def keep_local(config: str, ports: list[str]) -> str:
     )
 
 
-def main(binary: str, pids: str, ports: str, *arguments: str) -> None:
+def route_grpc(config: str, app: str, health_app: str) -> str:
+    """Return haproxy's config with our applications as the default of the gRPC frontend."""
+    rules = GRPC_RULES
+    if f"req.hdr(application) -m str {app}\n" not in config:
+        rules += GRPC_NO_REPLICA
+    rules = rules.format(app=app, health_app=health_app)
+    return config.replace(GRPC_FRONTEND, GRPC_FRONTEND + rules)
+
+
+def main(binary: str, pids: str, ports: str, app: str, health_app: str, *arguments: str) -> None:
     """Prepare this process and replace it by haproxy."""
     path = arguments[arguments.index("-f") + 1]
     with open(path) as file:
         config = file.read()
     with open(path, "w") as file:
-        file.write(keep_local(config, ports.split(",")))
+        file.write(route_grpc(keep_local(config, ports.split(",")), app, health_app))
     with open(pids, "a") as file:
         file.write(f"{os.getpid()}\n")
     with contextlib.suppress(OSError):  # already the leader of one

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import grpc
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
@@ -21,13 +22,16 @@ from starlette.responses import Response
 
 from shapeserve.protocols import health, http
 from shapeserve.protocols.http import Reply
+from shapeserve.protocols.proto.oip_pb2 import ServerLiveResponse, ServerReadyResponse
 from shapeserve.serve.names import HEALTH_APP, HEALTH_DEPLOYMENT, HEALTH_PREFIX
 
 log = logging.getLogger("shapeserve.serve")
 
+NO_REPLICA = "no replica is up; ServerReady says when one is"
+
 
 class Health:
-    """The board, behind HTTP for probes and behind a handle for replicas."""
+    """The board, behind HTTP and gRPC for probes and behind a handle for replicas."""
 
     def __init__(self) -> None:
         self._board = health.Board()
@@ -43,6 +47,22 @@ class Health:
         if method not in ("GET", "HEAD"):
             return http.route_error(path, method, ("GET",))
         return health.live() if path == http.LIVE else self._board.ready(time.monotonic())
+
+    async def ServerLive(self, _: bytes) -> ServerLiveResponse:  # noqa: N802 - Ray calls it so
+        """Answer the gRPC method: this process answers."""
+        return ServerLiveResponse(live=True)
+
+    async def ServerReady(self, _: bytes) -> ServerReadyResponse:  # noqa: N802
+        """Answer the gRPC method: whether a sealed replica is alive."""
+        return ServerReadyResponse(ready=self._board.state(time.monotonic()) == "ready")
+
+    async def _no_replica(self, _: bytes, grpc_context: Any) -> ServerReadyResponse:
+        """Refuse what only a replica can answer; Ray leads it here while it knows of none."""
+        grpc_context.set_code(grpc.StatusCode.UNAVAILABLE)
+        grpc_context.set_details(NO_REPLICA)
+        return ServerReadyResponse()
+
+    ModelReady = ServerMetadata = ModelMetadata = ModelInfer = _no_replica
 
     async def report(self, report: health.ReplicaReport) -> None:
         """Take one heartbeat."""

@@ -40,6 +40,8 @@ from shapeserve.serve.names import (
     HEALTH_IMPORT_PATH,
     HEALTH_PREFIX,
     IMPORT_PATH,
+    LOCAL_GRPC,
+    OPEN_GRPC,
 )
 
 log = logging.getLogger("shapeserve.serve")
@@ -47,6 +49,11 @@ log = logging.getLogger("shapeserve.serve")
 # How long readiness may take to turn off before requests are turned away anyway.
 DRAINING_SEEN_S = 1.0
 POLL_S = 0.2
+# What gRPC itself refuses, unread. Ray bounds requests and replies with one number; replies have
+# vectors for words, so it is above the limit of requests, which is checked later.
+GRPC_FACTOR = 4
+MIN_GRPC_BYTES = 64 << 20
+MAX_GRPC_BYTES = (2 << 30) - 1  # protobuf's own
 # Below the ephemeral ports, so that no outgoing connection of anybody takes one meanwhile.
 PORT_RANGE = (20_000, 32_000)
 
@@ -68,6 +75,8 @@ def start(config: ServeConfig, *, import_path: str = IMPORT_PATH) -> Service:
     """
     http_config = config.serve
     _check_port(http_config.host, http_config.port)
+    if http_config.grpc_port is not None:
+        _check_port(http_config.host, http_config.grpc_port, "serve.grpc_port")
     with ExitStack() as stack:
         private = Path(tempfile.mkdtemp(prefix="ss-", dir="/tmp"))  # short: unix socket paths
         stack.callback(shutil.rmtree, private, ignore_errors=True)
@@ -229,6 +238,7 @@ def deploy_schema(
     return {
         "proxy_location": "HeadOnly",
         "http_options": {"host": serving.host, "port": serving.port},
+        **_grpc_options(serving),
         "logging_config": {"enable_access_log": False},
         "applications": [
             {
@@ -246,6 +256,19 @@ def deploy_schema(
             },
         ],
     }
+
+
+def _grpc_options(serving: HttpConfig) -> dict[str, Any]:
+    """Return ``grpc_options`` if gRPC is on.
+
+    Behind HAProxy only HAProxy talks to Ray's gRPC servers, and from this machine.
+    """
+    if serving.grpc_port is None:
+        return {}
+    add = LOCAL_GRPC if serving.proxy == "fast" or serving.is_local else OPEN_GRPC
+    # Reflection would know nothing but names: our messages have a pool of descriptors of their own.
+    options = {"port": serving.grpc_port, "grpc_servicer_functions": [add]}
+    return {"grpc_options": {**options, "enable_reflection": False}}
 
 
 # --- Ray --------------------------------------------------------------------------------------
@@ -269,6 +292,7 @@ def _start_ray(serving: HttpConfig, private: Path) -> None:
     serve.start(
         proxy_location="HeadOnly",
         http_options={"host": serving.host, "port": serving.port},
+        **_grpc_options(serving),
         logging_config={"enable_access_log": False},
     )
 
@@ -313,6 +337,9 @@ def _flags(config: ServeConfig, private: Path) -> dict[str, str]:
         "RAY_SERVE_ENABLE_HA_PROXY": "0",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "0",
     }
+    if config.serve.grpc_port is not None:
+        limit_bytes = max(GRPC_FACTOR * config.serve.max_body_bytes, MIN_GRPC_BYTES)
+        flags["RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"] = str(min(limit_bytes, MAX_GRPC_BYTES))
     return flags if config.serve.proxy == "default" else flags | _fast_flags(config, private)
 
 
@@ -371,7 +398,7 @@ def _write_guard(private: Path, local_ports: tuple[int, ...]) -> Path:
         ) from error
     arguments = (
         *(sys.executable, "-I", "-S", haproxy_guard.__file__, binary),
-        *(str(private / "haproxy.pids"), ",".join(map(str, local_ports))),
+        *(str(private / "haproxy.pids"), ",".join(map(str, local_ports)), APP, HEALTH_APP),
     )
     guard = private / "haproxy"
     guard.write_text(f'#!/bin/sh\nexec {shlex.join(arguments)} "$@"\n')
@@ -415,7 +442,7 @@ def _check_flags(flags: Mapping[str, str]) -> None:
         )
 
 
-def _check_port(host: str, port: int) -> None:
+def _check_port(host: str, port: int, key: str = "serve.port") -> None:
     """Raise if the port cannot be bound.
 
     HAProxy would share the port with another one that has it, and requests would go to both.
@@ -427,7 +454,7 @@ def _check_port(host: str, port: int) -> None:
             probe.bind(address)
         except OSError as error:
             raise ConfigError(
-                f"serve.port: {host}:{port} cannot be used ({error.strerror}); stop what listens "
+                f"{key}: {host}:{port} cannot be used ({error.strerror}); stop what listens "
                 "there or choose another port"
             ) from error
 

@@ -23,11 +23,12 @@ from shapeserve.errors import ConfigError, ShapeServeError, Unavailable
 from shapeserve.metrics import Metrics, SwapResult, merge_texts
 from shapeserve.protocols.health import ReplicaReport, State
 from shapeserve.serve.frontend import Frontend
+from shapeserve.serve.grpc import GrpcMethods
 from shapeserve.serve.health import Heartbeat
 from shapeserve.serve.ray_metrics import RayMirror
 
 if TYPE_CHECKING:
-    from shapeserve.engine import Engine
+    from shapeserve.engine import DeviceThread, Engine
 
 log = logging.getLogger("shapeserve.serve")
 
@@ -39,21 +40,22 @@ SCRAPE_TIMEOUT_S = 5.0
 # and its old process closes connections.
 ROUTED_AFTER_S = 1.0
 
-EngineFactory = Callable[[ModelConfig, Metrics], "Engine"]
+EngineFactory = Callable[[ModelConfig, Metrics, "dict[str, DeviceThread]"], "Engine"]
 
 
-def new_engine(config: ModelConfig, metrics: Metrics) -> Engine:
-    """Make the engine of one model."""
-    from shapeserve.engine import Engine  # here, because building an application needs no torch
+def new_engine(config: ModelConfig, metrics: Metrics, devices: dict[str, DeviceThread]) -> Engine:
+    """Make the engine of one model; see :func:`shapeserve.engine.shared_engine`."""
+    from shapeserve.engine import shared_engine  # building an application needs no torch
 
-    return Engine(config, metrics=metrics)
+    return shared_engine(config, metrics, devices)
 
 
-class ShapeServe:
-    """HTTP, queues and engines of one process.
+class ShapeServe(GrpcMethods):
+    """HTTP, gRPC, queues and engines of one process.
 
     Args:
-        config: the service's configuration; every model gets an engine here.
+        config: the service's configuration; every model gets an engine here, and those of one
+            device share its thread.
         make_engine: makes an unstarted engine; tests pass a fake.
 
     Thread rule: Ray's event loop, which nothing here blocks; engines start, swap and close in
@@ -71,7 +73,8 @@ class ShapeServe:
         self._drain_s = config.serve.drain_s
         self._mirror = RayMirror()
         self._metrics = Metrics(mirror=self._mirror)
-        self._engines = [make_engine(model, self._metrics) for model in config.models]
+        devices: dict[str, DeviceThread] = {}
+        self._engines = [make_engine(model, self._metrics, devices) for model in config.models]
         self._failure = ""
         self._running_since_s: float | None = None
         heart = Heartbeat(self.report, self._mirror.flush)
@@ -93,14 +96,20 @@ class ShapeServe:
             metrics_text=self._all_metrics,
             report=self.report,
         )
+        self._grpc = self._frontend.grpc
         await heart.beat()
 
     def _start_engines(self) -> None:
+        taken: set[str] = set()
         for engine in self._engines:
             engine.start()
-        names = [engine.spec.name for engine in self._engines]
-        if len(set(names)) < len(names):
-            raise ConfigError(f"models: two of them are called {names}; give one another `name`")
+            # The config knows neither the name that a model has of its own, nor its clashes.
+            names = {engine.spec.name, *engine.config.aliases}
+            if twice := taken & names:
+                raise ConfigError(
+                    f"models: two of them are called {min(twice)!r}; give one another `name`"
+                )
+            taken |= names
         # What lives now, a million objects of torch and the models, lives as long as the process. A
         # full collection walks them all, in the midst of traffic; gaps of 0.3 s between launches
         # were seen.
@@ -227,8 +236,9 @@ class ShapeServe:
         self._beating.cancel()
         if hasattr(self, "_frontend"):
             self._frontend.close()
+        deadline_s = time.monotonic() + self._drain_s  # of all: they finish side by side
         for engine in self._engines:
-            await asyncio.to_thread(engine.close, self._drain_s)
+            await asyncio.to_thread(engine.close, max(deadline_s - time.monotonic(), 0.0))
         self._mirror.flush()
 
 

@@ -102,9 +102,7 @@ class Service:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, partial(job, *args, **kwargs))
 
-    async def render(
-        self, rows: int, job: Callable[P, Reply], *args: P.args, **kwargs: P.kwargs
-    ) -> Reply:
+    async def render(self, rows: int, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Render a reply of ``rows`` rows: here if they are few, else on a worker thread."""
         if rows <= INLINE_ROWS:
             return job(*args, **kwargs)

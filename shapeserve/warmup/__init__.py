@@ -1,6 +1,6 @@
 """Warm-up: self-test, compile, capture and verify everything before the first request."""
 
-from shapeserve.warmup.probe import TOLERANCE, Probe
+from shapeserve.warmup.probe import TOLERANCE, Probe, relative_error
 from shapeserve.warmup.programs import build_programs, compile_sizes, self_test
 from shapeserve.warmup.progress import WarmupProgress
 from shapeserve.warmup.verify import WarmupContext, launch_overhead, publish_variants, warm_up
@@ -14,6 +14,7 @@ __all__ = [
     "compile_sizes",
     "launch_overhead",
     "publish_variants",
+    "relative_error",
     "self_test",
     "warm_up",
 ]

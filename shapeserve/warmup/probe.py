@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from shapeserve.buckets import BATCH, TOKENS, Bucket, Grid, RowKey
-from shapeserve.layout import MIN_ROW_TOKENS, RowArrays
+from shapeserve.errors import ModelError
+from shapeserve.layout import MIN_ROW_TOKENS, RowArrays, positions
 from shapeserve.models.spec import ModelSpec, TensorSpec
 
 TOLERANCE: Mapping[str, float] = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}
@@ -46,10 +47,11 @@ class Probe:
         }
         return RowArrays(arrays, dict(sizes))
 
-    def size(self, low: int, high: int) -> int:
-        """A random size from ``low`` to ``high``; ``high`` for a model that must not be padded."""
+    def size(self, axis: str, low: int, high: int) -> int:
+        """A random size that the model runs; ``high`` for a model that must not be padded."""
         if self._spec.padding_invariant is False:
             return high
+        low = min(max(low, self._spec.min_length.get(axis, 1)), high)
         return int(self.rng.integers(low, high + 1))
 
     def row_for(self, grid: Grid, bucket: Bucket) -> RowArrays:
@@ -62,8 +64,21 @@ class Probe:
         sizes = {}
         for axis, size in bucket.without(BATCH):
             below = [b.size(axis) for b in grid.buckets if b.size(axis) < size]
-            sizes[axis] = self.size(max(below, default=0) + 1, size)
+            sizes[axis] = self.size(axis, max(below, default=0) + 1, size)
         return self.row(sizes)
+
+    def padded_row(self, bucket: Bucket) -> RowArrays | None:
+        """Make a row that is shorter than ``bucket`` along every axis where one can be.
+
+        None if no row that the model runs is shorter than the bucket.
+        """
+        whole = dict(bucket.without(BATCH))
+        shorter = {
+            axis: self.size(axis, 1, size - 1)
+            for axis, size in whole.items()
+            if size > self._spec.min_length.get(axis, 1)
+        }
+        return self.row({**whole, **shorter}) if shorter else None
 
     def plant(self, row: RowArrays, bucket: Bucket) -> tuple[int, list[RowArrays]]:
         """Put ``row`` among random neighbours that fit the bucket; return its index and all."""
@@ -86,7 +101,9 @@ class Probe:
         if BATCH in bucket.axes:
             count = int(self.rng.integers(0, bucket.size(BATCH)))
             key = bucket.without(BATCH)
-            return [self.row({axis: self.size(1, s) for axis, s in key}) for _ in range(count)]
+            return [
+                self.row({axis: self.size(axis, 1, s) for axis, s in key}) for _ in range(count)
+            ]
         (length,) = row.sizes.values()
         left = bucket.size(TOKENS) - max(length, MIN_ROW_TOKENS)
         rows = []
@@ -113,8 +130,21 @@ class Probe:
         return np.where(ids == spec.pad, (int(spec.pad) + 1) % high, ids) if high > 2 else ids
 
     def answer(self, row: RowArrays) -> list[np.ndarray]:
-        """Return the eager outputs for ``row`` alone, unpadded: float64 arrays in spec order."""
-        outputs = self._eager(*self.inputs(row))
+        """Return the eager outputs for ``row`` alone, unpadded: float64 arrays in spec order.
+
+        Raises:
+            ModelError: the model cannot run it.
+        """
+        try:
+            outputs = self._eager(*self.inputs(row))
+        except torch.AcceleratorError:
+            raise
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise ModelError(
+                f"{self._spec.name} cannot run a row of {label(row.sizes)}: {error}; if other "
+                "sizes run, set limits.min_length to the shortest, or limits.hard_limit to the "
+                "longest; else correct `inputs`, which are passed in their order"
+            ) from error
         return [np.asarray(o[0].detach().double().cpu()) for o in outputs]
 
     def inputs(self, row: RowArrays) -> list[torch.Tensor]:
@@ -127,7 +157,8 @@ class Probe:
         if spec.make == "mask":
             return torch.ones(shape, dtype=dtype, device=self.device)
         if spec.make == "positions":
-            return torch.arange(shape[1], dtype=dtype, device=self.device).expand(shape)
+            count = torch.as_tensor(positions(spec, row.sizes), dtype=dtype, device=self.device)
+            return count.expand(shape)
         return torch.as_tensor(row.arrays[spec.name]).to(self.device, dtype).reshape(shape)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
@@ -81,9 +82,7 @@ class OpenInference:
         parsed, job, samples = await service.in_worker(self._prepare, body, call, engine)
         call.limit(job.timeout_s)
         results = await service.answer(engine.spec.name, samples, call)
-        elements = sum(array.size for result in results for array in result.outputs.values())
-        rows = max(len(results), elements // ROW_ELEMENTS)
-        return await service.render(rows, _render, parsed, job, engine, results)
+        return await service.render(reply_rows(results), _render, parsed, job, engine, results)
 
     def _find(self, call: Call) -> Engine:
         name = call.variables["model"]
@@ -103,6 +102,12 @@ class OpenInference:
         )
         job = oip.read(parsed.infer, engine.spec, max_rows=engine.config.limits.max_rows)
         return parsed, job, engine.prepare(job.rows, over_max=job.over_max)
+
+
+def reply_rows(results: Sequence[Result]) -> int:
+    """Return how many rows of embeddings a reply weighs."""
+    elements = sum(array.size for result in results for array in result.outputs.values())
+    return max(len(results), elements // ROW_ELEMENTS)
 
 
 def _render(parsed: HttpRequest, job: oip.Job, engine: Engine, results: list[Result]) -> Reply:

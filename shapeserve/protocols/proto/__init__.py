@@ -1,0 +1,1 @@
+"""Messages of the Open Inference Protocol, generated from ``oip.proto`` by ``make proto``."""
