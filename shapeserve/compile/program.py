@@ -15,6 +15,7 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 
+from shapeserve.compile.decompose import Table, decomposing
 from shapeserve.compile.monitor import CompileMonitor
 from shapeserve.layout import Forward
 
@@ -23,13 +24,16 @@ _SERIAL = itertools.count()
 _LIMIT_WITH_BREAKS = 64
 
 
-def compiler_backend(name: str) -> Callable[..., Any]:
-    """Return torch's compiler function for ``inductor`` or ``eager`` (trace and guard only)."""
+def compiler_backend(name: str, decompositions: Table | None = None) -> Callable[..., Any]:
+    """Return torch's compiler function for ``inductor`` or ``eager`` (trace and guard only).
+
+    Only Inductor decomposes.
+    """
     if name == "eager":
         return lambda gm, example_inputs: gm.forward
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx
+    return decomposing(compile_fx, decompositions) if decompositions else compile_fx
 
 
 class Program:
@@ -72,6 +76,7 @@ def compiled(
     backend: str,
     monitor: CompileMonitor,
     fullgraph: bool = True,
+    decompositions: Table | None = None,
 ) -> Program:
     """Wrap ``module`` as a dynamic-shape program with a code object of its own.
 
@@ -97,11 +102,13 @@ def compiled(
         torch._dynamo.config.fail_on_recompile_limit_hit = True
         limit = max(torch._dynamo.config.recompile_limit, _LIMIT_WITH_BREAKS)
         torch._dynamo.config.recompile_limit = limit
-    own = _with_own_code(forward, f"{name}_{next(_SERIAL)}")
+    own = with_own_code(forward, f"{name}_{next(_SERIAL)}")
     keep = getattr(torch.compiler, "keep_portable_guards_unsafe", None) if fullgraph else None
     run: Forward = torch.compile(
         own,
-        backend=monitor.counting(compiler_backend(backend), f"shapeserve_{backend}"),
+        backend=monitor.counting(
+            compiler_backend(backend, decompositions), f"shapeserve_{backend}"
+        ),
         dynamic=True,
         fullgraph=fullgraph,
         options={"guard_filter_fn": keep} if keep else None,
@@ -109,7 +116,7 @@ def compiled(
     return Program(run, own.__code__, monitor)
 
 
-def _with_own_code(fn: Callable[..., Any], name: str) -> types.FunctionType:
+def with_own_code(fn: Callable[..., Any], name: str) -> types.FunctionType:
     """Copy ``fn`` with a fresh code object called ``name`` (it names every torch record)."""
     code = fn.__code__.replace(co_name=name, co_qualname=name)
     return types.FunctionType(code, fn.__globals__, name, fn.__defaults__, fn.__closure__)

@@ -45,6 +45,11 @@ class TextEncoder(nn.Module):
         self._pool = POOL[pooling]
         self._normalize = normalize
 
+    @property
+    def inner(self) -> nn.Module:
+        """The transformers model."""
+        return self.encoder
+
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor]:
         """Encode, pool and normalise; token types are left out, so that the model takes zeros."""
         hidden = self.encoder(
