@@ -58,6 +58,7 @@ def test_a_model_without_obstacles_is_clean_and_exits_with_0(tmp_path: Path) -> 
     assert graph["top_ops"]["aten.permute.default"] == 2  # of the two linear layers
     assert [axis["state"] for axis in program["axes"]] == ["dynamic", "dynamic"]
     assert program["guards"]["TENSOR_MATCH"] >= 2
+    assert 2 <= program["checked_guards"] < sum(program["guards"].values())
     assert program["recompiles"] == []
 
 

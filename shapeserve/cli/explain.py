@@ -101,7 +101,7 @@ def _print_program(console: Console, program: TracedProgram, breaks: Sequence[Br
     guards = sum(program.guards.values())
     console.print(
         f"\nprogram {program.name}, traced at {sizes}: {len(program.graphs)} graph(s), "
-        f"{guards} guards"
+        f"{guards} guards, {program.checked_guards} of them checked at every call"
     )
     console.print(_graphs_table(program))
     for broken in breaks:
@@ -165,7 +165,8 @@ def _print_capture(console: Console, found: Explanation) -> None:
     if not found.blockers:
         console.print("CUDA graph: nothing found against a capture")
         return
-    console.print("CUDA graph: cannot be captured")
+    aside = "" if found.wants_capture else "; the configured tier captures nothing"
+    console.print(f"CUDA graph: cannot be captured{aside}")
     for blocker in found.blockers:
         place = f" ({blocker.place})" if blocker.place else ""
         console.print(f"    {blocker.kind}: {escape(blocker.what + place)}", soft_wrap=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -103,7 +103,7 @@ def compiled(
         limit = max(torch._dynamo.config.recompile_limit, _LIMIT_WITH_BREAKS)
         torch._dynamo.config.recompile_limit = limit
     own = with_own_code(forward, f"{name}_{next(_SERIAL)}")
-    keep = getattr(torch.compiler, "keep_portable_guards_unsafe", None) if fullgraph else None
+    keep = served_guards() if fullgraph else None
     run: Forward = torch.compile(
         own,
         backend=monitor.counting(
@@ -114,6 +114,11 @@ def compiled(
         options={"guard_filter_fn": keep} if keep else None,
     )
     return Program(run, own.__code__, monitor)
+
+
+def served_guards() -> Callable[[Sequence[Any]], Sequence[bool]] | None:
+    """Return what chooses the guards that a program of one graph keeps; None keeps all."""
+    return getattr(torch.compiler, "keep_portable_guards_unsafe", None)
 
 
 def with_own_code(fn: Callable[..., Any], name: str) -> types.FunctionType:

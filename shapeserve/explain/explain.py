@@ -159,6 +159,7 @@ def _program(
         breaks=read_breaks(found.breaks, prepared.model.inner),
         axes=read_axes(found.sizes, sizes),
         guards=dict(found.guards.most_common()),
+        checked_guards=found.guards.total() if found.breaks else found.kept_guards,
         recompiles=tuple(dict.fromkeys(found.recompiles)),
     )
 

@@ -110,6 +110,8 @@ class TracedProgram:
         breaks: one for each place.
         axes: in grid order.
         guards: kind of guard -> number.
+        checked_guards: those that every call checks; a program of one graph drops the guards on
+            its frozen weights and attributes.
         recompiles: why other sizes of the grid compiled once more; full guard texts.
     """
 
@@ -119,6 +121,7 @@ class TracedProgram:
     breaks: tuple[Break, ...]
     axes: tuple[Axis, ...]
     guards: Mapping[str, int]
+    checked_guards: int
     recompiles: tuple[str, ...]
 
     @property

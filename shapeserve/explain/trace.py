@@ -24,7 +24,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._guards import CompileContext
 
 from shapeserve.compile.decompose import Table
-from shapeserve.compile.program import with_own_code
+from shapeserve.compile.program import served_guards, with_own_code
 
 Inputs = tuple[torch.Tensor, ...]
 
@@ -65,6 +65,7 @@ class Trace:
         breaks: torch's reports, in full.
         sizes: events about sizes.
         guards: kind -> number.
+        kept_guards: those of them that a program of one graph keeps.
         frames: compile id -> (function, place).
         recompiles: guard texts of compiles in later calls.
     """
@@ -75,11 +76,13 @@ class Trace:
     guards: Counter[str] = field(default_factory=Counter)
     frames: dict[str, tuple[str, str]] = field(default_factory=dict)
     recompiles: list[str] = field(default_factory=list)
+    kept_guards: int = 0
 
     def copy(self) -> Trace:
         """What was said up to now."""
         graphs, breaks, sizes = list(self.graphs), list(self.breaks), list(self.sizes)
-        return Trace(graphs, breaks, sizes, self.guards.copy(), dict(self.frames))
+        guards, frames = self.guards.copy(), dict(self.frames)
+        return Trace(graphs, breaks, sizes, guards, frames, kept_guards=self.kept_guards)
 
 
 def trace_program(
@@ -132,8 +135,11 @@ def _program(
     def forward(*inputs: torch.Tensor) -> object:
         return module(*inputs)
 
+    keep = served_guards()
+
     def keep_all(guards: Sequence[Any]) -> list[bool]:
         found.guards.update(guard.guard_type for guard in guards)
+        found.kept_guards += sum(keep(guards)) if keep else len(guards)
         return [True] * len(guards)
 
     def backend(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
