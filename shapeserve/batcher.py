@@ -30,7 +30,7 @@ from itertools import pairwise
 from typing import Any
 
 from shapeserve.buckets import BATCH
-from shapeserve.errors import Overloaded, Unavailable
+from shapeserve.errors import InvalidRequest, Overloaded, Unavailable
 
 # Bounds of the retry hint: below a second a client only hammers, above a minute it guesses.
 _MIN_RETRY_S = 1.0
@@ -240,8 +240,10 @@ class Batcher:
         """Queue all rows of a request, or none.
 
         Raises:
-            Overloaded: they do not fit now, or never will; the message says which. ``code`` is
-                ``queue_full`` (rows) or ``queue_tokens``.
+            InvalidRequest: they will never fit. ``code`` is ``too_many_rows`` or
+                ``too_many_tokens``.
+            Overloaded: they do not fit now. ``code`` is ``queue_full`` (rows) or
+                ``queue_tokens``.
             Unavailable: the batcher is closed.
         """
         if self._closed:
@@ -341,20 +343,19 @@ class Batcher:
     # --- admission ----------------------------------------------------------------------------
 
     def _check_room(self, rows: int, tokens: int) -> None:
-        """Raise Overloaded, with a hint, if the rows do not fit into what is free."""
+        """Raise if the rows do not fit into what is free; with a hint, if they will later."""
         if rows > self._max_rows:
-            raise Overloaded(
+            raise InvalidRequest(
                 f"this request has {rows} rows, the queue admits at most {self._max_rows} "
                 "(limits.max_queue_rows) even when it is empty; send fewer rows per request",
-                retry_after_s=_MAX_RETRY_S,
+                code="too_many_rows",
             )
         if tokens > self._max_tokens:
-            raise Overloaded(
+            raise InvalidRequest(
                 f"this request has {tokens} padded elements, the queue admits at most "
                 f"{self._max_tokens} (limits.max_queue_tokens) even when it is empty; "
                 "send fewer or shorter rows per request",
-                code="queue_tokens",
-                retry_after_s=_MAX_RETRY_S,
+                code="too_many_tokens",
             )
         over_rows = self._rows + rows - self._max_rows
         over_tokens = self._tokens + tokens - self._max_tokens

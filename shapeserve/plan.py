@@ -87,7 +87,7 @@ def plan(config: ModelConfig, device: Device, lengths: Lengths | None = None) ->
         ModelError: the model's directory is incomplete.
     """
     spec = describe(config)
-    if config.packs(device):
+    if config.packs(device) and spec.task == "embed":
         grid = packed_grid(config.policy, config.limits.max_batch_tokens, spec.max_length)
         why = _why_packed(config)
     else:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from shapeserve.buckets import Bucket, Grid
+from shapeserve.compile.monitor import Recompile
+from shapeserve.compile.record import CompileRecord, CompileTotal, VariantState
 from shapeserve.config import ModelConfig, Policy
-from shapeserve.engine import Result
+from shapeserve.engine import Result, TextPair
 from shapeserve.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -25,12 +28,31 @@ from shapeserve.errors import (
     RowFailed,
     Unavailable,
 )
-from shapeserve.metrics import FallbackReason, Metrics, Mode, SwapResult
-from shapeserve.models.spec import ModelSpec, TensorSpec
+from shapeserve.metrics import (
+    CompilePhase,
+    CompileStage,
+    FallbackReason,
+    Metrics,
+    Mode,
+    RecompileReason,
+    SwapResult,
+    Tier,
+)
+from shapeserve.models.spec import Head, ModelSpec, TensorSpec
 from shapeserve.warmup import WarmupProgress
 
 BUCKET = Bucket.of(batch=1, seq=8)
 DIM = 4
+
+
+class FakeSample(str):
+    """What stands for a prepared sample: its text, one token a word."""
+
+    __slots__ = ()
+
+    @property
+    def executed(self) -> dict[str, int]:
+        return {"seq": len(self.split())}
 
 
 class FakeEngine:
@@ -76,6 +98,23 @@ class FakeEngine:
         self.ready = True
         return self
 
+    def compile_record(self) -> CompileRecord:
+        variant = VariantState(BUCKET.label, Tier.EAGER, Tier.COMPILED, degraded=True)
+        total = CompileTotal(CompilePhase.WARMUP, CompileStage.DYNAMO, 2, 1.5)
+        guard = "tensor 'ids' size mismatch at index 1. expected 8, actual 9"
+        recompile = Recompile("5/1", "many_0", RecompileReason.SHAPE, guard, 0.5, 1.8e9)
+        return CompileRecord(
+            self.spec.name,
+            self.grid.version,
+            (variant,),
+            (total,),
+            {"shape": 1},
+            (recompile,),
+            graph_breaks={"explicit": 1},
+            eager_frames={},
+            captures={"failed": 1},
+        )
+
     def healthy(self) -> None:
         if self._dead:
             raise Unavailable(self._dead)
@@ -84,7 +123,7 @@ class FakeEngine:
         blank = [i for i, s in enumerate(samples) if isinstance(s, str) and not s.strip()]
         if blank:
             raise InvalidRequest(f"input[{blank[0]}] is blank", param=f"input[{blank[0]}]")
-        return list(samples)
+        return [FakeSample(sample) for sample in samples]
 
     async def submit_prepared(
         self, samples: list[Any], *, deadline_s: float | None = None
@@ -150,3 +189,28 @@ class FakeEngine:
 
     def close(self, drain_s: float = 10.0) -> None:
         self.ready = False
+
+
+class FakeRanker(FakeEngine):
+    """Scores a pair by the number of words of its second text; a row ``nan`` fails."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        head = Head(("LABEL_0",), "sigmoid", "sigmoid")
+        return replace(super().spec, task="classify", embedding_dim=None, head=head)
+
+    def prepare(self, samples: list[Any], **options: Any) -> list[Any]:
+        texts = [self._scored(sample) for sample in samples]
+        return super().prepare(texts, over_max=options.get("over_max"))
+
+    @staticmethod
+    def _scored(sample: Any) -> Any:
+        if not isinstance(sample, TextPair):
+            return sample
+        return sample.text_pair if sample.text.strip() else sample.text  # blank: to be refused
+
+    def _answer(self, words: list[str], index: int) -> Result | RowFailed:
+        answer = super()._answer(words, index)
+        if isinstance(answer, RowFailed):
+            return answer
+        return replace(answer, outputs={"logits": np.array([len(words)], dtype=np.float32)})

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+from openapi_check import Document
 from prometheus_client.parser import text_string_to_metric_families
 
 HERE = Path(__file__).parent
 # Two busy cores and a cold disk: nothing here measures time, this only ends a hang.
 PATIENCE_S = 150.0
+ADMIN_TOKEN = "token-of-the-tests"
 
 T = TypeVar("T")
 
@@ -75,7 +77,12 @@ class ServiceProcess:
                 stderr=log,
                 text=True,
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": paths, "SERVICE_OF": str(directory)},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": paths,
+                    "SERVICE_OF": str(directory),
+                    "SHAPESERVE_ADMIN_TOKEN": ADMIN_TOKEN,
+                },
             )
         self.events: list[dict[str, Any]] = []
         self._queue: queue.Queue[dict[str, Any]] = queue.Queue()
@@ -115,6 +122,23 @@ class ServiceProcess:
     ) -> httpx.Response:
         content = {"model": "fake", "input": value, **fields}
         return self.http.post("/v1/embeddings", json=content, headers=headers)
+
+    def is_as_documented(self) -> None:
+        """Assert that the document is served, with the administrator's route, and kept."""
+        document = Document(self.http.get("/openapi.json").json())
+        compiles = "/v2/models/fake/compile"
+        token = {"authorization": f"Bearer {ADMIN_TOKEN}"}
+        told = [
+            *(self.http.get(path) for path in ("/v1/models", "/v2", "/metrics", "/v1/nothing")),
+            *(self.http.get(f"/v2/health/{path}") for path in ("live", "ready", "nothing")),
+            *(self.http.get(compiles, headers=headers) for headers in (token, {})),
+            *(self.embed(text) for text in ("a", "fallback", "", "nan")),
+        ]
+        for response in told:
+            document.check(response)
+        statuses = [response.status_code for response in told]
+        assert statuses == [200, 200, 200, 404, 200, 200, 404, 200, 404, 200, 200, 400, 500]
+        assert told[7].json()["replica"] in self.replicas()
 
     def ready(self) -> tuple[int, dict[str, Any]]:
         """Return status and content of ``/v2/health/ready``; status 0 while it does not answer."""

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 
 from shapeserve.batcher import Batch, Batcher, Lane, Row, RowState, best_batch_size
-from shapeserve.errors import Overloaded, Unavailable
+from shapeserve.errors import InvalidRequest, Overloaded, Unavailable
 
 SHORT = Lane((("seq", 8),), fallback=False, batch_sizes=(1, 2, 4))
 LONG = Lane((("seq", 64),), fallback=False, batch_sizes=(1, 2))
@@ -222,12 +222,15 @@ def test_a_queue_full_of_tokens_refuses_too() -> None:
     ],
     ids=["rows", "tokens"],
 )
-def test_a_request_that_can_never_fit_is_told_so(bound: dict[str, int], message: str) -> None:
+def test_a_request_that_can_never_fit_is_told_so_and_not_to_try_again(
+    bound: dict[str, int], message: str
+) -> None:
     b = batcher(**bound)
-    with pytest.raises(Overloaded, match=message) as caught:
+    with pytest.raises(InvalidRequest, match=message) as caught:
         b.offer(rows(5), 0.0)
     assert "send fewer" in caught.value.message
-    assert caught.value.retry_after_s == 60.0
+    assert caught.value.retry_after_s is None
+    assert caught.value.code == {"max_rows": "too_many_rows"}.get(*bound, "too_many_tokens")
 
 
 def test_expired_and_cancelled_rows_make_room() -> None:
@@ -456,11 +459,11 @@ class BatcherMachine(RuleBasedStateMachine):
             self.accepted += new
             self.fates.update({r: [] for r in new})
             return
-        with pytest.raises(Overloaded) as caught:
-            self.batcher.offer(new, self.now)
-        assert 1 <= (caught.value.retry_after_s or 0) <= 60
         never = len(new) > MAX_ROWS or sum(r.cost_tokens for r in new) > MAX_TOKENS
+        with pytest.raises(InvalidRequest if never else Overloaded) as caught:
+            self.batcher.offer(new, self.now)
         assert ("even when it is empty" in caught.value.message) == never
+        assert never or 1 <= (caught.value.retry_after_s or 0) <= 60
 
     @rule(dt=st.sampled_from([0.25, 0.5, 1.0, 3.0]))
     def tick(self, dt: float) -> None:

@@ -3,17 +3,19 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import httpx
 import pytest
 from fake_engine import BUCKET, FakeEngine
+from openapi_check import Document
 from starlette.requests import Request
 
 from shapeserve.config import ModelConfig
 from shapeserve.metrics import NO_MODEL, Metrics
 from shapeserve.protocols.health import ReplicaReport
+from shapeserve.protocols.openapi import document
 from shapeserve.serve import body as body_module
 from shapeserve.serve import service as service_module
 from shapeserve.serve.frontend import Frontend
@@ -22,26 +24,42 @@ MAX_BODY = 2000
 
 
 class Service:
-    """A frontend with two fake models, spoken to over ASGI."""
+    """A frontend with two fake models, or more, spoken to over ASGI."""
 
-    def __init__(self, state: Any = "ready") -> None:
+    def __init__(
+        self,
+        state: Any = "ready",
+        more: Mapping[str, type[FakeEngine]] | None = None,
+        **options: Any,
+    ) -> None:
         self.metrics = Metrics()
+        kinds = {"mini": FakeEngine, "other": FakeEngine, **(more or {})}
         self.engines = {
-            name: FakeEngine(
+            name: kind(
                 ModelConfig(name=name, path="x", limits={"max_rows": 32}), self.metrics
             ).start()
-            for name in ("mini", "other")
+            for name, kind in kinds.items()
         }
         self.frontend = Frontend(
             self.engines,  # type: ignore[arg-type]
             aliases={"mini": ("ada",)},
             metrics=self.metrics,
-            max_body_bytes=MAX_BODY,
             metrics_text=self._metrics_text,
             report=lambda: ReplicaReport("r", state, 1, 3),
+            **{"max_body_bytes": MAX_BODY, **options},
         )
         transport = httpx.ASGITransport(self._asgi)
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://service")
+        self.http = httpx.AsyncClient(
+            transport=transport,
+            base_url="http://service",
+            event_hooks={"response": [self._is_documented]},  # whatever a test asks for
+        )
+        specs = [engine.spec for engine in self.engines.values()]
+        self.document = Document(document(self.frontend._service.models, specs))
+
+    async def _is_documented(self, response: httpx.Response) -> None:
+        await response.aread()
+        self.document.check(response)
 
     async def _asgi(self, scope: Any, receive: Any, send: Any) -> None:
         response = await self.frontend(Request(scope, receive))

@@ -21,6 +21,7 @@ from shapeserve.errors import (
     UnsupportedMediaType,
 )
 from shapeserve.protocols import http, openai
+from shapeserve.protocols.fields import OVER_MAX
 from shapeserve.protocols.openai import ModelInfo, by_name, parse_embeddings, render_embeddings
 
 MODEL = ModelInfo("mini", aliases=("text-embedding-3-small",), dim=4, max_rows=3, created_s=7)
@@ -95,7 +96,7 @@ def test_null_options_are_absent_options_and_user_is_accepted() -> None:
         ({"truncate": True}, "truncate"),
         ({"truncate": False, "over_max": "split"}, "split"),
         ({"truncate": True, "over_max": "truncate"}, "truncate"),
-        *[({"over_max": word}, word) for word in openai.OVER_MAX],
+        *[({"over_max": word}, word) for word in OVER_MAX],
     ],
 )
 def test_the_caller_chooses_what_happens_over_the_maximum(
@@ -178,7 +179,13 @@ BAD_FIELDS = [
     ("unknown", {"input": "a", "inputs": "b"}, "inputs", "unknown_field", ["'inputs'", "allowed"]),
     ("no-model", {"input": "a", "model": None}, "model", "invalid_value", ["missing", "mini"]),
     ("model-3", {"input": "a", "model": 3}, "model", "invalid_value", ["a number", "mini"]),
-    ("task", {"input": "a", "model": "classifier"}, "model", "invalid_value", ["no embeddings"]),
+    (
+        "task",
+        {"input": "a", "model": "classifier"},
+        "model",
+        "invalid_value",
+        ["does not make embeddings", "do: mini"],
+    ),
 ]
 
 
@@ -263,6 +270,12 @@ def test_base64_is_little_endian_float32_equal_to_the_float_answer(values: list[
     floats = rendered(row, encoding_format="float")["data"][0]["embedding"]
     assert np.frombuffer(base64.b64decode(coded), "<f4").tolist() == values
     assert np.array(floats, dtype=np.float32).tolist() == values
+
+
+def test_vectors_of_tokens_stay_out_of_the_answer() -> None:
+    both = result(0, 1, 0, 0)
+    both.outputs["token_embeddings"] = np.ones((3, 4), np.float32)
+    assert rendered([both]) == rendered([result(0, 1, 0, 0)])
 
 
 @pytest.mark.parametrize("encoding_format", ["float", "base64"])
@@ -399,5 +412,5 @@ def test_a_content_length_that_is_no_number_is_a_400(value: str) -> None:
 
 def test_the_documentation_names_every_field_and_choice() -> None:
     text = (Path(__file__).parent.parent / "docs" / "http.md").read_text()
-    missing = [word for word in (*openai._FIELDS, *openai.OVER_MAX) if f"`{word}`" not in text]
+    missing = [word for word in (*openai._FIELDS, *OVER_MAX) if f"`{word}`" not in text]
     assert missing == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import engines
 import numpy as np
 import pytest
 import remedy_modules
+import tiny
 import torch
 from test_cli import FakeService, run, started, toy  # noqa: F401 - fixtures
 
@@ -22,6 +23,7 @@ from shapeserve.engine.build import _capturable
 from shapeserve.engine.modules import prepare
 from shapeserve.errors import ConfigError, ModelError
 from shapeserve.metrics import Tier
+from shapeserve.models import load
 from shapeserve.warmup.probe import relative_error
 
 ROWS = [{"ids": np.arange(1, 1 + length)} for length in (3, 8, 20, 40)]
@@ -54,6 +56,16 @@ def test_a_module_with_a_break_serves_without_an_island_and_its_reason_is_counte
         assert_answers_are_the_eager_ones(engine)
         assert engines.value(engine, "graph_breaks_total", reason="data_dependent") > 0
         assert engines.value(engine, "graph_breaks_total", reason="eager_island") == 0
+
+
+@pytest.mark.parametrize("write", [tiny.write_model, tiny.write_classifier])
+def test_islands_of_a_text_model_are_sub_modules_of_the_transformers_model(
+    tmp_path: Path, write: Callable[[Path], Path]
+) -> None:
+    model = {"path": str(write(tmp_path / "tiny"))}
+    inner = load(ServeConfig.from_dict({"models": [model]}).models[0], "cpu").inner
+    assert inner.config.model_type == "bert"
+    assert inner.get_submodule("encoder.layer.0" if hasattr(inner, "encoder") else "classifier")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import tritonclient.http as triton
 import tritonclient.http.aio as triton_aio
 from fake_engine import BUCKET
 from service_process import ServiceProcess, eventually, free_port
-from tiny import text_of, write_model
+from tiny import text_of, write_classifier, write_model
 from tritonclient.utils import InferenceServerException
 
 from shapeserve.config import ModelConfig
@@ -51,12 +51,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[ServiceProcess]:
+    ranker = write_classifier(tmp_path_factory.mktemp("ranker"))
     config = {
         "models": [
             {"name": "fake", "path": "fake:slow"},
             tiny_model(model_dir),
             # The bound of a real queue.
             {**tiny_model(model_dir), "name": "narrow", "aliases": [], "limits": NARROW},
+            {**tiny_model(ranker), "name": "ranker", "aliases": []},
         ],
         "serve": {
             "port": free_port(),
@@ -108,6 +110,12 @@ def test_whoever_waits_for_the_service_sees_the_progress(service: ServiceProcess
 # --- answers --------------------------------------------------------------------------------------
 
 
+def test_the_document_is_kept_and_the_token_of_the_environment_opens(
+    service: ServiceProcess,
+) -> None:
+    service.is_as_documented()
+
+
 @pytest.fixture(scope="module")
 def reference(model_dir: Path) -> Iterator[Engine]:
     with Engine(ModelConfig(**tiny_model(model_dir))).start() as engine:
@@ -152,10 +160,26 @@ def test_the_official_client_gets_them_for_every_form_of_input(
 
 
 def test_the_official_client_lists_models_and_asks_for_dimensions(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list().data] == ["fake", "tiny", "narrow"]
+    served = [model.id for model in client.models.list().data]
+    assert served == ["fake", "tiny", "narrow", "ranker"]
     assert client.models.retrieve("ada").id == "tiny"
     short = client.embeddings.create(model="tiny", input="cat", dimensions=3).data[0].embedding
     assert np.linalg.norm(short) == pytest.approx(1, abs=1e-6)
+
+
+def test_documents_are_ranked_and_labelled_over_http(service: ServiceProcess) -> None:
+    documents = [text_of(n, seed=n) for n in (3, 9, 12)]
+    request = {"model": "ranker", "query": "the cat", "documents": documents}
+    ranked = service.http.post("/v1/rerank", json=request)
+    assert ranked.status_code == 200
+    scores = {item["index"]: item["relevance_score"] for item in ranked.json()["results"]}
+    assert list(scores.values()) == sorted(scores.values(), reverse=True)
+    pairs = [{"text": "the cat", "text_pair": document} for document in documents]
+    labelled = service.http.post("/v1/classify", json={"model": "ranker", "input": pairs})
+    found = [item["probs"][0] for item in labelled.json()["data"]]
+    np.testing.assert_allclose(found, [scores[i] for i in range(3)], atol=1e-5)
+    wrong = service.http.post("/v1/rerank", json={**request, "model": "ada"})
+    assert (wrong.status_code, "that do: ranker" in error_of(wrong)["message"]) == (400, True)
 
 
 def test_what_does_not_fit_a_bucket_is_reported(client: openai.OpenAI) -> None:
@@ -225,7 +249,7 @@ async def test_the_asynchronous_tritonclient_gets_its_own_rows_from_many_request
 @pytest.mark.parametrize(
     ("model", "texts", "status", "message"),
     [
-        ("gpt", ["a"], "404", "served are: ada, fake, narrow, tiny"),
+        ("gpt", ["a"], "404", "served are: ada, fake, narrow, ranker, tiny"),
         ("tiny", ["a", " "], "400", r"input\[1\] is empty"),
         ("narrow", ["a"] * 5, "429", "queue"),
         ("fake", ["a", "nan"], "500", r"input\[1\]"),

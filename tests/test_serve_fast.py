@@ -76,6 +76,12 @@ def test_it_answers_behind_haproxy(service: ServiceProcess) -> None:
     assert response.headers.get_list("x-request-id") == ["my-id"]
 
 
+def test_the_document_is_kept_and_the_token_of_the_environment_opens_behind_haproxy(
+    service: ServiceProcess,
+) -> None:
+    service.is_as_documented()
+
+
 def test_binary_data_passes_haproxy_both_ways(service: ServiceProcess) -> None:
     text = triton_http.InferInput("text", [2], "BYTES")
     text.set_data_from_numpy(np.array([b"one", b"two words"], object))

@@ -70,6 +70,31 @@ def write_model(
     return directory
 
 
+def write_classifier(
+    directory: Path,
+    *,
+    kind: str = "bert",
+    labels: int = 1,
+    positions: int = 48,
+    seed: int = 0,
+    **config: Any,
+) -> Path:
+    """Write a tiny randomly initialised model for sequence classification and return it.
+
+    Args:
+        directory: created if missing.
+        kind: ``bert`` (two token types), ``roberta``, ``distilbert`` or ``qwen3`` (a decoder).
+        labels: of the head; one makes a cross-encoder.
+        positions: longest row.
+        seed: of the weights.
+        config: further keys of config.json.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(directory)
+    write_weights(directory, kind, positions, seed, labels=labels, **config)
+    return directory
+
+
 def write_tokenizer(directory: Path) -> None:
     """Write a WordPiece tokenizer.json that truncates and pads to 8 tokens.
 
@@ -96,8 +121,13 @@ def write_tokenizer(directory: Path) -> None:
     )
 
 
-def write_weights(directory: Path, kind: str, positions: int, seed: int) -> None:
-    """Write config.json and model.safetensors of a model with 2 layers and 32 features."""
+def write_weights(
+    directory: Path, kind: str, positions: int, seed: int, *, labels: int = 0, **config_keys: Any
+) -> None:
+    """Write config.json and model.safetensors of a model with 2 layers and 32 features.
+
+    With ``labels`` it has a head for sequence classification.
+    """
     import transformers
     from safetensors.torch import save_file
 
@@ -108,18 +138,28 @@ def write_weights(directory: Path, kind: str, positions: int, seed: int) -> None
         "num_attention_heads": 2,
         "intermediate_size": 64,
         "pad_token_id": 0,
+        **({"num_labels": labels} if labels else {}),
+        **config_keys,
     }
     if kind == "bert":
         config = transformers.BertConfig(**sizes, max_position_embeddings=positions)
     elif kind == "roberta":
-        config = transformers.RobertaConfig(**sizes, max_position_embeddings=positions + 1)
+        config = transformers.RobertaConfig(
+            **{"type_vocab_size": 1, **sizes}, max_position_embeddings=positions + 1
+        )
+    elif kind == "distilbert":
+        names = {"hidden_size": "dim", "num_hidden_layers": "n_layers"}
+        names |= {"num_attention_heads": "n_heads", "intermediate_size": "hidden_dim"}
+        renamed = {names.get(key, key): value for key, value in sizes.items()}
+        config = transformers.DistilBertConfig(**renamed, max_position_embeddings=positions)
     else:
         config = transformers.Qwen3Config(
             **sizes, num_key_value_heads=2, head_dim=16, max_position_embeddings=positions
         )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = transformers.AutoModel.from_config(config)
+        auto = transformers.AutoModelForSequenceClassification if labels else transformers.AutoModel
+        model = auto.from_config(config)
         # Larger weights than the usual 0.02: with those every text has nearly the same vector.
         for parameter in model.parameters():
             if parameter.dim() > 1:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,8 @@ log = logging.getLogger("shapeserve.compile")
 
 # Dynamo keeps its last 64 records by default; a grid's warm-up may write more before we read them.
 _RECORDS_KEPT = 4096
+# Of compiles on the request path; each has a text of a guard. Arbitrary: there should be none.
+_RECOMPILES_KEPT = 50
 
 
 # What torch answers with an eager frame; anything else is raised to the caller.
@@ -122,10 +125,36 @@ class CompileEvent:
     shape: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Recompile:
+    """One compile on the request path.
+
+    Attributes:
+        compile_id: torch's, as in its own logs.
+        program: what was compiled.
+        reason: as it is counted.
+        guard: the full text of the guard that failed; None for the first compile of some code.
+        seconds: how long it took.
+        unix_s: when it was found.
+    """
+
+    compile_id: str
+    program: str
+    reason: RecompileReason
+    guard: str | None
+    seconds: float
+    unix_s: float
+
+
 class CompileMonitor:
     """Moves the compiles of one model from torch's records into its metrics.
 
-    Thread rule: call :meth:`collect` in the thread that ran the program.
+    Thread rule: call :meth:`collect` in the thread that ran the program. Any thread may read the
+    attributes.
+
+    Attributes:
+        eager_frames: calls that ran eager because torch refused to compile once more.
+        recent_recompiles: the last compiles on the request path, oldest first.
     """
 
     def __init__(self, metrics: Metrics, model: str) -> None:
@@ -134,6 +163,7 @@ class CompileMonitor:
         self._marks = _ThreadMarks()
         self._said: set[tuple[str, ...]] = set()
         self.eager_frames = 0
+        self.recent_recompiles: tuple[Recompile, ...] = ()
         dynamo_utils.set_compilation_metrics_limit(_RECORDS_KEPT)
         _hook_torch()
         self.discard()
@@ -205,6 +235,7 @@ class CompileMonitor:
         if phase is CompilePhase.REQUEST:
             reason = classify_recompile(event.recompile_reason)
             metrics.recompiles_total.labels(model=model, reason=reason).inc()
+            self._remember(event, reason)
 
     def _log(self, event: CompileEvent, phase: CompilePhase) -> None:
         """Log one compile; on the request path as an error, once for each cause."""
@@ -229,6 +260,18 @@ class CompileMonitor:
             event.name,
             event.recompile_reason or event.failure or "first compile of this code",
         )
+
+    def _remember(self, event: CompileEvent, reason: RecompileReason) -> None:
+        recompile = Recompile(
+            event.compile_id,
+            event.name,
+            reason,
+            event.recompile_reason,
+            sum(event.seconds.values()),
+            time.time(),
+        )
+        # A new tuple, so that a reader in another thread never sees one that changes.
+        self.recent_recompiles = (*self.recent_recompiles, recompile)[-_RECOMPILES_KEPT:]
 
 
 def _event(compile_id: str, record: Any | None, name: str, shape: str | None) -> CompileEvent:

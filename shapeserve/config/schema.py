@@ -348,6 +348,12 @@ class ModelConfig(_Frozen):
     limits: Limits = _field("Bounds on rows, batches and the queue.", "section", Limits())
     compile: CompileConfig = _field("How variants are built.", "section", CompileConfig())
     batching: Batching = _field("When a batch is dispatched.", "section", Batching())
+    token_embeddings: Bool = _field(
+        "Give the vector of every token as well, as the output `token_embeddings` [batch, seq, D] "
+        "without padding (text encoders; not over `/v1/embeddings`).",
+        "true or false",
+        False,
+    )
     trust_remote_code: Bool = _field(
         "Run Python code that comes with the model directory.", "true or false", False
     )
@@ -376,6 +382,11 @@ class ModelConfig(_Frozen):
         if self.path and (self.inputs is not None or self.outputs is not None):
             key = "inputs" if self.inputs is not None else "outputs"
             raise problem(f"{key} belongs to import; a model directory brings its own", key)
+        if self.token_embeddings and self.path is None:
+            raise problem(
+                "token_embeddings is for text encoders (path); declare an output instead",
+                "token_embeddings",
+            )
         if self.path and self.limits.min_length != 1:
             raise problem(
                 "min_length belongs to import; a text of any length runs", "limits", "min_length"
@@ -516,6 +527,19 @@ class HttpConfig(_Frozen):
         16_777_216,
         ge=1,
     )
+    max_inflight_bytes: Int = _field(
+        "Request bodies that a replica holds at a time; while there are more, requests are refused "
+        "with 429.",
+        "bytes",
+        1_073_741_824,
+        ge=1,
+    )
+    max_answer_bytes: Int = _field(
+        "Requests whose output tensors would be larger are refused with 400.",
+        "bytes",
+        268_435_456,
+        ge=1,
+    )
     proxy: Literal["fast", "default"] = _field(
         "`fast` uses Ray Serve's HAProxy and throughput flags, `default` its Python proxy.",
         "word",
@@ -542,6 +566,18 @@ class HttpConfig(_Frozen):
                 f"with proxy default, gRPC cannot listen on {self.host} alone; use proxy fast, or "
                 "host 127.0.0.1 or 0.0.0.0",
                 "grpc_port",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _room_for_one_body(self) -> Self:
+        # Twice, because a compressed body is held beside what it becomes.
+        if self.max_inflight_bytes < 2 * self.max_body_bytes:
+            raise problem(
+                f"max_inflight_bytes {self.max_inflight_bytes} has no room for one body of "
+                f"max_body_bytes {self.max_body_bytes}, compressed and not; use "
+                f"{2 * self.max_body_bytes} or more",
+                "max_inflight_bytes",
             )
         return self
 

@@ -4,5 +4,14 @@ from shapeserve.engine.device import DeviceThread
 from shapeserve.engine.engine import Engine
 from shapeserve.engine.rows import PreparedSample, Result, Sample
 from shapeserve.engine.shared import shared_engine
+from shapeserve.models.spec import TextPair
 
-__all__ = ["DeviceThread", "Engine", "PreparedSample", "Result", "Sample", "shared_engine"]
+__all__ = [
+    "DeviceThread",
+    "Engine",
+    "PreparedSample",
+    "Result",
+    "Sample",
+    "TextPair",
+    "shared_engine",
+]

@@ -14,6 +14,7 @@ from typing import Literal, Self, TypeVar, overload
 from shapeserve.batcher import Batch, Batcher, Row
 from shapeserve.buckets import Grid
 from shapeserve.compile.debug import keep_artefacts, log_all_recompiles
+from shapeserve.compile.record import CompileRecord, compile_record
 from shapeserve.config import ModelConfig, Policy, ServeConfig
 from shapeserve.engine.build import Built, build, new_runner
 from shapeserve.engine.combine import combine
@@ -40,7 +41,7 @@ from shapeserve.errors import (
     Unavailable,
 )
 from shapeserve.metrics import CompilePhase, DropReason, Metrics, SwapResult
-from shapeserve.models.spec import ModelSpec
+from shapeserve.models.spec import ModelSpec, TextPair
 from shapeserve.runner import Flight, ModelRunner
 from shapeserve.warmup import (
     WarmupContext,
@@ -56,6 +57,7 @@ log = logging.getLogger("shapeserve.engine")
 STUCK_AFTER_S = 60.0
 # Arrays of so few rows are checked in the caller's event loop; 4 rows take 30 microseconds.
 _INLINE_ROWS = 4
+_TEXT = (str, TextPair)
 # Waiters are notified after every batch; this only bounds a lost wake-up. Arbitrary.
 _POLL_S = 0.1
 
@@ -227,6 +229,11 @@ class Engine:
         """What runs batches on the grid that serves now; for use through :meth:`on_device`."""
         return self._ready_parts().runner
 
+    def compile_record(self) -> CompileRecord:
+        """Return what was compiled, and what serves of that."""
+        built = self._ready_parts()
+        return compile_record(built.spec.name, built.runner.variants, built.monitor, self.metrics)
+
     def on_device(self, job: Callable[[], T]) -> T:
         """Run ``job`` on the device thread, between batches, and return its result."""
         if self._state == "closed":
@@ -253,21 +260,28 @@ class Engine:
     # --- serving ------------------------------------------------------------------------------
 
     def prepare(
-        self, samples: Sequence[Sample], *, over_max: str | None = None
+        self,
+        samples: Sequence[Sample],
+        *,
+        over_max: str | None = None,
+        item: str = "input",
+        first: str | None = None,
     ) -> list[PreparedSample]:
         """Tokenise, check and route samples; CPU work, to be called off the event loop.
 
         Args:
-            samples: texts, token ids or arrays by input name.
+            samples: texts, pairs of texts, token ids or arrays by input name.
             over_max: what to do with rows beyond the largest bucket, instead of the configured
                 ``rare_shapes``: fallback, split, truncate or reject.
+            item: what errors call the samples.
+            first: what they call the first text of the pairs, where all have the same one.
 
         Raises:
             InvalidRequest: names the bad items by index.
         """
         if self._preparer is None:
             raise Unavailable(f"the engine is {self._state}")
-        return self._preparer.prepare(samples, over_max=over_max)
+        return self._preparer.prepare(samples, over_max=over_max, item=item, first=first)
 
     def prepare_each(
         self, samples: Sequence[Sample], *, first: int = 0
@@ -312,7 +326,7 @@ class Engine:
             Unavailable: closing, or the device thread died.
         """
         prepare = partial(self.prepare, samples, over_max=over_max)
-        if len(samples) <= _INLINE_ROWS and not any(isinstance(s, str) for s in samples):
+        if len(samples) <= _INLINE_ROWS and not any(isinstance(s, _TEXT) for s in samples):
             prepared = prepare()  # microseconds, less than the hop to a thread
         else:
             prepared = await asyncio.get_running_loop().run_in_executor(None, prepare)

@@ -136,7 +136,7 @@ def choose_packed(
     Raises:
         ModelError: ``layout: packed``, and the model cannot.
     """
-    if not config.packs(kind_of(device)):
+    if not config.packs(kind_of(device)) or model.spec.task == "classify":
         return False
     try:
         if model.packed is None:

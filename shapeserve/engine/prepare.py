@@ -12,18 +12,16 @@ from shapeserve.batcher import Lane
 from shapeserve.buckets import TOKENS, RowKey
 from shapeserve.dispatch import Dispatcher, Route
 from shapeserve.engine.rows import PreparedRow, PreparedSample, Sample
+from shapeserve.engine.texts import FIRST, SECOND, Texts
 from shapeserve.errors import InvalidRequest
 from shapeserve.layout import MIN_ROW_TOKENS, RowArrays
 from shapeserve.metrics import FallbackReason
-from shapeserve.models.spec import TensorSpec
+from shapeserve.models.spec import TensorSpec, TextPair
 from shapeserve.runner import ModelRunner
 
 if TYPE_CHECKING:  # needs the extra ``hf``, which a service of other models may lack
     from shapeserve.models.tokenizer import TextTokenizer
 
-# A text with more characters for each token that the model takes is refused unread: tokenising
-# 16 MB to say that it is too long would keep others waiting. Words have 4 or 5. Arbitrary above.
-_CHARACTERS_PER_TOKEN = 128
 _NAMED_ROWS = 10  # a message names the first ten bad rows
 _KEPT_ROUTES = 4096  # every length of most text models; bounded, because clients choose sizes
 _FALLBACK_ALIGN = 8  # of packed rows beyond the grid: tensor cores take multiples of 8
@@ -52,7 +50,7 @@ class Preparer:
         self._runner = runner
         self._spec = runner.spec
         self._dispatcher = dispatcher
-        self._tokenizer = tokenizer
+        self._texts = Texts(tokenizer, runner.spec, dispatcher) if tokenizer else None
         self._max_rows = max_rows
         self._max_fallback_elements = max_fallback_elements
         self._sent = {n: s for n, s in runner.spec.inputs.items() if s.make is None}
@@ -61,7 +59,12 @@ class Preparer:
         self._packed = _packed_lane(runner)
 
     def prepare(
-        self, samples: Sequence[Sample], *, over_max: str | None = None
+        self,
+        samples: Sequence[Sample],
+        *,
+        over_max: str | None = None,
+        item: str = "input",
+        first: str | None = None,
     ) -> list[PreparedSample]:
         """Prepare every sample, or refuse the request naming the bad ones.
 
@@ -69,23 +72,31 @@ class Preparer:
             samples: one entry per row of the request.
             over_max: the caller's choice for rows beyond the largest bucket, instead of the
                 configured one.
+            item: what errors call the samples.
+            first: what they call the first text of the pairs, where all have the same one.
 
         Raises:
             InvalidRequest: nothing, too much, or at least one sample that cannot run.
         """
         if not samples:
-            raise InvalidRequest("input is empty; send at least one item", param="input")
+            raise InvalidRequest(f"{item} is empty; send at least one item", param=item)
         if len(samples) > self._max_rows:
             raise InvalidRequest(
-                f"input has {len(samples)} items, at most {self._max_rows} are allowed; send "
+                f"{item} has {len(samples)} items, at most {self._max_rows} are allowed; send "
                 "several requests",
-                param="input",
+                param=item,
                 code="too_many_rows",
+            )
+        if over_max == "split" and self._spec.task == "classify":
+            raise InvalidRequest(
+                f"over_max=split makes no sense for {self._spec.name}: the logits of a text are "
+                "not those of its pieces; use fallback, truncate or reject",
+                param="over_max",
             )
         outcomes = self._outcomes(samples, over_max)
         errors = {i: o for i, o in enumerate(outcomes) if isinstance(o, InvalidRequest)}
         if errors:
-            raise _joined(errors)
+            raise _joined(errors, item, first)
         return [o for o in outcomes if isinstance(o, PreparedSample)]
 
     def prepare_each(
@@ -121,73 +132,33 @@ class Preparer:
     ) -> list[RowArrays | InvalidRequest]:
         """Turn samples into arrays; texts are tokenised together."""
         rows: dict[int, RowArrays | InvalidRequest] = {}
-        texts: dict[int, str] = {}
+        texts: dict[int, str | TextPair] = {}
         for i, sample in enumerate(samples):
-            if not isinstance(sample, str):
-                rows[i] = self._array_row(sample)
-            elif (error := self._refusal(sample, over_max)) is not None:
-                rows[i] = error
-            else:
+            if self._texts is not None and isinstance(sample, str | TextPair):
                 texts[i] = sample
-        if texts:
-            for i, ids in zip(texts, self._encode(list(texts.values())), strict=True):
-                rows[i] = self._checked_text(ids)
+            else:
+                rows[i] = self._array_row(sample)
+        if self._texts is not None and texts:
+            rows |= zip(texts, self._texts.rows([*texts.values()], over_max), strict=True)
         return [rows[i] for i in range(len(samples))]
-
-    def _refusal(self, text: str, over_max: str | None) -> InvalidRequest | None:
-        """Refuse what need not be tokenised to know that it will not run."""
-        if self._tokenizer is None:
-            return InvalidRequest(
-                f"is a text, but {self._spec.name} takes tensors; send {self._accepted()}"
-            )
-        limit = self._spec.hard_limit["seq"]
-        most = _CHARACTERS_PER_TOKEN * limit
-        if len(text) <= most:
-            return None
-        if self._dispatcher.route({"seq": limit + 1}, over_max=over_max).action != "reject":
-            return None  # it is to be cut, which needs its tokens
-        return InvalidRequest(
-            f"has {len(text)} characters, at most {most} are read for a model of {limit} tokens; "
-            "shorten it or ask for truncation",
-            code="too_long",
-        )
-
-    def _encode(self, texts: list[str]) -> list[np.ndarray | InvalidRequest]:
-        """Tokenise texts together; if one of them cannot be, each alone, so that only it fails."""
-        if self._tokenizer is None:
-            return []
-        try:
-            return list(self._tokenizer.encode(texts))
-        except InvalidRequest as error:
-            return [error] if len(texts) == 1 else [self._encode([text])[0] for text in texts]
-
-    def _checked_text(self, ids: np.ndarray | InvalidRequest) -> RowArrays | InvalidRequest:
-        if isinstance(ids, InvalidRequest):
-            return ids
-        if self._tokenizer is None or self._tokenizer.content_tokens(ids) == 0:
-            return InvalidRequest(
-                "is empty or holds no token of the model (white space only); send text or drop "
-                "the item",
-                code="empty_input",
-            )
-        return _text_row(ids)
 
     def _array_row(self, sample: Any) -> RowArrays | InvalidRequest:
         try:
             if isinstance(sample, Mapping):
                 return self._named_arrays(sample)
-            if self._tokenizer is None or not isinstance(sample, (Sequence, np.ndarray)):
+            if isinstance(sample, str | TextPair):
+                raise InvalidRequest(
+                    f"is a text, but {self._spec.name} takes tensors; send {self._accepted()}"
+                )
+            if self._texts is None or not isinstance(sample, (Sequence, np.ndarray)):
                 raise InvalidRequest(f"is {type(sample).__name__}; send {self._accepted()}")
-            ids = self._tokenizer.check_ids(sample)
-            if not ids.size:
-                raise InvalidRequest(f"holds no token id; send {self._accepted()}")
-            return _text_row(ids)
+            return self._texts.of_ids(sample)
         except InvalidRequest as error:
             return error
 
     def _accepted(self) -> str:
         arrays = f"arrays by input name ({', '.join(self._sent)})"
-        return f"a string, a list of token ids, or {arrays}" if self._tokenizer else arrays
+        return f"a string, a list of token ids, or {arrays}" if self._texts else arrays
 
     def _named_arrays(self, sample: Mapping[str, Any]) -> RowArrays:
         """Check arrays by name against the specs and read the row's sizes off them."""
@@ -222,8 +193,10 @@ class Preparer:
                     "row",
                     code="too_short",
                 )
-        if self._tokenizer is not None:
-            self._tokenizer.check_ids(arrays["input_ids"])
+        if self._texts is not None:
+            self._texts.check_ids(arrays["input_ids"])
+        for name, array in arrays.items():
+            _check_below(array, self._sent[name])
         return RowArrays(arrays, {axis: sizes[axis] for axis in self._spec.row_axes})
 
     def _route(self, row: RowArrays, over_max: str | None) -> PreparedSample:
@@ -285,14 +258,13 @@ class Preparer:
         return tuple(sizes)
 
     def _cut(self, row: RowArrays, kept: Mapping[str, int]) -> RowArrays:
-        if self._tokenizer is not None:
-            return _text_row(self._tokenizer.truncate(row.arrays["input_ids"], kept["seq"]))
+        if self._texts is not None:
+            return self._texts.cut(row, kept["seq"])
         return self._crop(row, {a: (0, size) for a, size in {**row.sizes, **kept}.items()})
 
     def _pieces(self, row: RowArrays, route: Route) -> list[RowArrays]:
-        if self._tokenizer is not None:
-            ids = row.arrays["input_ids"]
-            return [_text_row(part) for part in self._tokenizer.split(ids, max(route.pieces))]
+        if self._texts is not None:
+            return self._texts.pieces(row, max(route.pieces))
         start, parts = 0, []
         for size in route.pieces:
             bounds = {axis: (0, whole) for axis, whole in row.sizes.items()}
@@ -326,6 +298,14 @@ def _as_array(value: Any, spec: TensorSpec) -> np.ndarray | None:
     return array
 
 
+def _check_below(array: np.ndarray, spec: TensorSpec) -> None:
+    """Refuse integers that the model has no entry for: on a GPU they end the process."""
+    if spec.below is None or (array.min() >= 0 and array.max() < spec.below):
+        return
+    bad = array[(array < 0) | (array >= spec.below)].flat[0]
+    raise InvalidRequest(f"{spec.name} holds {bad}; values are 0 to {spec.below - 1}")
+
+
 def _packed_lane(runner: ModelRunner) -> Lane | None:
     """The one lane of a packed grid; None for a padded one."""
     if runner.grid.axes != (TOKENS,):
@@ -333,18 +313,24 @@ def _packed_lane(runner: ModelRunner) -> Lane | None:
     return Lane((), False, tuple(bucket.size(TOKENS) for bucket in runner.grid.buckets), TOKENS)
 
 
-def _text_row(ids: np.ndarray) -> RowArrays:
-    return RowArrays({"input_ids": ids}, {"seq": len(ids)})
-
-
 def _length(row: RowArrays) -> int:
     return prod(row.sizes.values())
 
 
-def _joined(errors: Mapping[int, InvalidRequest]) -> InvalidRequest:
+def _joined(
+    errors: Mapping[int, InvalidRequest], item: str = "input", first: str | None = None
+) -> InvalidRequest:
     """One error for the request: the first bad rows by index, and the first one's code."""
+    shared = next((e for e in errors.values() if first is not None and e.param == FIRST), None)
+    if shared is not None:  # of every row, and named once
+        return InvalidRequest(f"{first} {shared.message}", param=first, code=shared.code)
     named = list(errors.items())[:_NAMED_ROWS]
-    text = "; ".join(f"input[{index}] {error.message}" for index, error in named)
+    places = [f"{item}[{i}]" + ("" if first else _part(error)) for i, error in named]
+    text = "; ".join(f"{at} {e.message}" for at, (_, e) in zip(places, named, strict=True))
     more = f"; and {len(errors) - len(named)} more" if len(errors) > len(named) else ""
-    index, first = named[0]
-    return InvalidRequest(text + more, param=f"input[{index}]", code=first.code)
+    return InvalidRequest(text + more, param=places[0], code=named[0][1].code)
+
+
+def _part(error: InvalidRequest) -> str:
+    """Which text of a pair is at fault, as part of its name."""
+    return f".{error.param}" if error.param in (FIRST, SECOND) else ""

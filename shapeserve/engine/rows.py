@@ -14,10 +14,12 @@ from shapeserve.batcher import Lane, Row
 from shapeserve.errors import ShapeServeError
 from shapeserve.layout import RowArrays
 from shapeserve.metrics import FallbackReason, Mode
+from shapeserve.models.spec import TextPair
 from shapeserve.runner import ModelRunner
 
-Sample = str | Sequence[int] | np.ndarray | Mapping[str, np.ndarray]
-"""What a caller may send: a text, token ids, or arrays by input name without the batch axis."""
+Sample = str | TextPair | Sequence[int] | np.ndarray | Mapping[str, np.ndarray]
+"""What a caller may send: a text, a pair of texts (to a classification model), token ids, or arrays
+by input name without the batch axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,12 @@ class PreparedSample:
     rows: tuple[PreparedRow, ...]
     sizes: Mapping[str, int]
     truncated_from: int | None = None
+
+    @property
+    def executed(self) -> dict[str, int]:
+        """Row axis -> size that will be executed: all the pieces together, if it is split."""
+        pieces = [row.arrays.sizes for row in self.rows]
+        return {axis: sum(sizes[axis] for sizes in pieces) for axis in self.sizes}
 
     @property
     def length(self) -> int:

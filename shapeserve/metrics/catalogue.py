@@ -70,8 +70,10 @@ class RejectReason(StrEnum):
 
     QUEUE_FULL = "queue_full"
     QUEUE_TOKENS = "queue_tokens"
+    QUEUE_BYTES = "queue_bytes"
     TOO_LONG = "too_long"
     TOO_MANY_ROWS = "too_many_rows"
+    TOO_MANY_TOKENS = "too_many_tokens"
     INVALID = "invalid"
     UNKNOWN_MODEL = "unknown_model"
     BODY_TOO_LARGE = "body_too_large"
@@ -157,6 +159,8 @@ class Endpoint(StrEnum):
     """The route of a request; ``other`` is every path that does not exist."""
 
     EMBEDDINGS = "embeddings"
+    RERANK = "rerank"
+    CLASSIFY = "classify"
     OIP_HTTP = "oip_http"
     OIP_GRPC = "oip_grpc"
     MODELS = "models"
@@ -164,7 +168,13 @@ class Endpoint(StrEnum):
     OTHER = "other"
 
 
-MODEL_ENDPOINTS = (Endpoint.EMBEDDINGS, Endpoint.OIP_HTTP, Endpoint.OIP_GRPC)
+MODEL_ENDPOINTS = (
+    Endpoint.EMBEDDINGS,
+    Endpoint.RERANK,
+    Endpoint.CLASSIFY,
+    Endpoint.OIP_HTTP,
+    Endpoint.OIP_GRPC,
+)
 """Endpoints whose requests carry a model's name."""
 
 

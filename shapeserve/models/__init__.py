@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from shapeserve.models.describe import describe
 from shapeserve.models.imports import import_custom_ops
-from shapeserve.models.spec import LoadedModel, ModelSpec, TensorSpec
+from shapeserve.models.spec import Head, LoadedModel, ModelSpec, TensorSpec, TextPair
 
 if TYPE_CHECKING:
     import torch
 
     from shapeserve.config import ModelConfig
 
-__all__ = ["LoadedModel", "ModelSpec", "TensorSpec", "describe", "load"]
+__all__ = ["Head", "LoadedModel", "ModelSpec", "TensorSpec", "TextPair", "describe", "load"]
 
 
 def load(config: ModelConfig, device: torch.device | str) -> LoadedModel:

@@ -48,33 +48,76 @@ def read_text_directory(config: ModelConfig) -> TextDirectory:
 
 
 def describe_text(config: ModelConfig, directory: TextDirectory) -> ModelSpec:
-    """Return the spec of a text encoder from what its directory says.
+    """Return the spec of a text encoder or classification model from what its directory says.
 
     Raises:
         ConfigError: the config contradicts the model.
     """
-    dims = (BATCH, SEQ)
+    head = directory.head
+    if head is not None:
+        _check_classifier(config)
     end, hard = _text_limits(config, directory)
-    vector = TensorSpec("sentence_embedding", "float32", (BATCH, directory.embedding_dim))
+    inputs, outputs = _text_inputs(directory), _text_outputs(config, directory)
     return ModelSpec(
         name=config.name or own_name(directory.root, str(config.path), directory.config),
-        task="embed",
+        task="embed" if head is None else "classify",
         dtype=config.dtype,
-        inputs={
-            "input_ids": TensorSpec("input_ids", "int64", dims, pad=directory.pad_token_id),
-            "attention_mask": TensorSpec("attention_mask", "int64", dims, make="mask"),
-        },
-        outputs={vector.name: vector},
-        axes=dims,
+        inputs={tensor.name: tensor for tensor in inputs},
+        outputs={tensor.name: tensor for tensor in outputs},
+        axes=(BATCH, SEQ),
         max_length={SEQ: end},
         hard_limit={SEQ: hard},
         padding_invariant=config.padding_invariant,
         vocab_size=directory.vocab_size,
         pad_token_id=directory.pad_token_id,
-        embedding_dim=directory.embedding_dim,
-        pooling=directory.pooling,
+        embedding_dim=directory.embedding_dim if head is None else None,
+        pooling=directory.pooling if head is None else None,
         normalize=directory.normalize,
+        head=head,
     )
+
+
+def _text_inputs(directory: TextDirectory) -> list[TensorSpec]:
+    dims, pad, types = (BATCH, SEQ), directory.pad_token_id, directory.type_vocab_size
+    inputs = [
+        TensorSpec("input_ids", "int64", dims, pad=pad, below=directory.vocab_size),
+        TensorSpec("attention_mask", "int64", dims, make="mask"),
+    ]
+    if types:
+        inputs.append(TensorSpec("token_type_ids", "int64", dims, below=types))
+    return inputs
+
+
+def _text_outputs(config: ModelConfig, directory: TextDirectory) -> list[TensorSpec]:
+    if directory.head is not None:
+        return [TensorSpec("logits", "float32", (BATCH, len(directory.head.labels)))]
+    dim = directory.embedding_dim
+    outputs = [TensorSpec("sentence_embedding", "float32", (BATCH, dim))]
+    if config.token_embeddings:
+        outputs.append(TensorSpec("token_embeddings", "float32", (BATCH, SEQ, dim)))
+    return outputs
+
+
+def _check_classifier(config: ModelConfig) -> None:
+    """Refuse what the config asks of a classification model that none can do."""
+    if config.packs("cpu"):  # asked for, by the layout or the policy
+        key = "layout" if config.layout == "packed" else f"policy.{TOKENS}"
+        raise ConfigError(
+            f"{key}: {config.path} is a classification model, whose rows cannot be packed; use "
+            f"layout: padded, and a policy of {BATCH} and {SEQ}"
+        )
+    if config.token_embeddings:
+        raise ConfigError(
+            f"token_embeddings: {config.path} is a classification model, which gives logits only; "
+            "remove it"
+        )
+    rules = config.rare_shapes.get(SEQ)
+    if rules is not None and rules.over_max == "split":
+        raise ConfigError(
+            f"rare_shapes.{SEQ}.over_max: split makes no sense for a classification model "
+            f"({config.path}): the logits of a text are not those of its pieces; use fallback, "
+            "truncate or reject"
+        )
 
 
 def _text_limits(config: ModelConfig, directory: TextDirectory) -> tuple[int, int]:

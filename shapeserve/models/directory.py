@@ -1,4 +1,4 @@
-"""Read a text encoder's directory (sentence-transformers or Hugging Face form), without torch."""
+"""Read a text model's directory (sentence-transformers or Hugging Face form), without torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from shapeserve.errors import ModelError
-from shapeserve.models.spec import POOLINGS
+from shapeserve.models.head import is_classifier, read_head
+from shapeserve.models.spec import POOLINGS, Head
 
 # Their position ids begin at pad_token_id + 1, so that part of the position table is never used
 # (create_position_ids_from_input_ids in transformers 5.24). load_text checks the others.
@@ -45,7 +46,7 @@ _UNLIMITED = 1_000_000  # transformers writes 1e30 where a tokenizer has no maxi
 
 @dataclass(frozen=True, slots=True)
 class TextDirectory:
-    """What the JSON files of a text encoder say.
+    """What the JSON files of a text encoder or classification model say.
 
     Attributes:
         root: the model's directory.
@@ -59,6 +60,8 @@ class TextDirectory:
         vocab_size: token ids are below it.
         pad_token_id: a valid token id.
         lower_case: whether text is lowercased first.
+        head: of a classification model, else None; pooling and normalize mean nothing then.
+        type_vocab_size: token types that a classification model must be told; 0 if none.
     """
 
     root: Path
@@ -72,37 +75,50 @@ class TextDirectory:
     vocab_size: int
     pad_token_id: int
     lower_case: bool
+    head: Head | None = None
+    type_vocab_size: int = 0
 
 
 def read_directory(root: Path, *, trust_remote_code: bool) -> TextDirectory:
-    """Read what a text encoder's directory says about itself.
+    """Read what a text model's directory says about itself.
 
     Raises:
         ModelError: a file is missing or broken, or the model needs what is not supported here.
     """
-    encoder, pooling, normalize = _read_modules(root)
+    modules = _read_modules(root)
+    encoder, pooling = modules.encoder, modules.pooling
     config = read_json(encoder / "config.json")
-    _check_config(encoder, config, trust_remote_code)
-    _check_prompt(root)
+    settings = read_json(root / "config_sentence_transformers.json", missing_ok=True)
+    head = None
+    if pooling is None and is_classifier(config):
+        head = read_head(encoder, config, settings)
+    elif pooling is None:
+        pooling = modules.default_pooling()
+    _check_config(encoder, config, trust_remote_code, head)
+    _check_prompt(root, settings)
     weight_files(encoder)
     _require(encoder / "tokenizer.json", _TOKENIZER_REMEDY.format(encoder))
     hidden = _size(encoder, config, "hidden_size", "dim", "d_model", "n_embd")
     bert = next((read_json(file) for file in sorted(encoder.glob("sentence_*_config.json"))), {})
-    if bert.get("transformer_task", "feature-extraction") != "feature-extraction":
-        raise ModelError(f"{encoder}: transformer_task {bert['transformer_task']!r} is no encoder")
+    task = "sequence-classification" if head else "feature-extraction"
+    if bert.get("transformer_task", task) != task:
+        what = "classification model" if head else "encoder"
+        raise ModelError(f"{encoder}: transformer_task {bert['transformer_task']!r} is no {what}")
     tokenizer = read_json(encoder / "tokenizer_config.json", missing_ok=True)
     return TextDirectory(
         root=root,
         encoder=encoder,
         config=config,
-        pooling=_pooling_mode(root, pooling),
-        normalize=normalize,
+        pooling=_pooling_mode(root, pooling or {}),
+        normalize=modules.normalize,
         embedding_dim=hidden,
         max_length=_maximum(bert.get("max_seq_length"), tokenizer.get("model_max_length")),
         positions=_positions(config),
         vocab_size=_size(encoder, config, "vocab_size"),
         pad_token_id=_pad_token_id(encoder, config, tokenizer),
         lower_case=bool(bert.get("do_lower_case")),
+        head=head,
+        type_vocab_size=_type_vocab_size(config, tokenizer) if head else 0,
     )
 
 
@@ -162,15 +178,35 @@ def _require(path: Path, remedy: str) -> None:
         raise ModelError(f"{path} is missing; {remedy}")
 
 
-def _read_modules(root: Path) -> tuple[Path, Mapping[str, Any], bool]:
-    """Return the encoder's directory, the pooling config and whether to normalise.
+@dataclass(frozen=True, slots=True)
+class _Modules:
+    """What modules.json says; without ``file`` it is plain Hugging Face form."""
 
-    A directory without modules.json is plain Hugging Face form: sentence-transformers then pools
-    with the mean and does not normalise, and so do we.
-    """
+    encoder: Path
+    pooling: Mapping[str, Any] | None
+    normalize: bool
+    file: Path | None
+
+    def default_pooling(self) -> Mapping[str, Any]:
+        """Of an encoder in plain form: the mean, and not normalised, as sentence-transformers."""
+        if self.file is not None:
+            raise _unsupported(self.file, ["Transformer"])
+        return {"pooling_mode": "mean"}
+
+
+def _unsupported(file: Path, kinds: Sequence[str]) -> ModelError:
+    return ModelError(
+        f"{file} lists {' + '.join(kinds)}; supported are Transformer + Pooling, with or without "
+        "Normalize, and a Transformer with a head for sequence classification; serve other models "
+        "as a torch module, through `import`"
+    )
+
+
+def _read_modules(root: Path) -> _Modules:
+    """Return the encoder's directory, the pooling config if it has one, whether to normalise."""
     file = root / "modules.json"
     if not file.is_file():
-        return root, {"pooling_mode": "mean"}, False
+        return _Modules(root, None, normalize=False, file=None)
     modules = _parse(file)
     try:
         # Only the class counts: its module moved twice between sentence-transformers 2 and 6.
@@ -178,12 +214,12 @@ def _read_modules(root: Path) -> tuple[Path, Mapping[str, Any], bool]:
         paths = [root / module["path"] for module in modules]
     except (TypeError, KeyError) as error:
         raise ModelError(f"{file} is no list of modules with type and path") from error
+    if kinds == ["Transformer"]:
+        return _Modules(paths[0], None, normalize=False, file=file)
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
-        raise ModelError(
-            f"{file} lists {' + '.join(kinds)}; supported are Transformer + Pooling, with "
-            "or without Normalize; serve other models as a torch module, through `import`"
-        )
-    return paths[0], read_json(paths[1] / "config.json"), len(kinds) == 3
+        raise _unsupported(file, kinds)
+    pooling = read_json(paths[1] / "config.json")
+    return _Modules(paths[0], pooling, normalize=len(kinds) == 3, file=file)
 
 
 def _pooling_mode(root: Path, pooling: Mapping[str, Any]) -> str:
@@ -200,8 +236,11 @@ def _pooling_mode(root: Path, pooling: Mapping[str, Any]) -> str:
     return modes[0]
 
 
-def _check_config(encoder: Path, config: Mapping[str, Any], trust_remote_code: bool) -> None:
-    needs_code = {"AutoConfig", "AutoModel"} & set(config.get("auto_map") or {})
+def _check_config(
+    encoder: Path, config: Mapping[str, Any], trust_remote_code: bool, head: Head | None
+) -> None:
+    model = "AutoModelForSequenceClassification" if head else "AutoModel"
+    needs_code = {"AutoConfig", model} & set(config.get("auto_map") or {})
     if needs_code and not trust_remote_code:
         raise ModelError(
             f"{encoder}/config.json runs Python code of its own (auto_map); read that code and set "
@@ -211,9 +250,8 @@ def _check_config(encoder: Path, config: Mapping[str, Any], trust_remote_code: b
         raise ModelError(f"{encoder} is an encoder-decoder; give a text encoder")
 
 
-def _check_prompt(root: Path) -> None:
+def _check_prompt(root: Path, settings: Mapping[str, Any]) -> None:
     """Refuse a default prompt: sentence-transformers would prepend it, and we would not."""
-    settings = read_json(root / "config_sentence_transformers.json", missing_ok=True)
     name = settings.get("default_prompt_name")
     if name and (settings.get("prompts") or {}).get(name):
         raise ModelError(
@@ -244,6 +282,13 @@ def _positions(config: Mapping[str, Any]) -> int | None:
         return size
     pad = config.get("pad_token_id")
     return size - (1 if pad is None else int(pad)) - 1  # 1: the default of those models
+
+
+def _type_vocab_size(config: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> int:
+    """Return how many token types the model tells apart, 0 where its tokenizer gives none."""
+    size = config.get("type_vocab_size")
+    names = tokenizer.get("model_input_names") or ["token_type_ids"]
+    return size if isinstance(size, int) and size > 1 and "token_type_ids" in names else 0
 
 
 def _pad_token_id(encoder: Path, config: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> int:

@@ -73,20 +73,23 @@ AttentionMaskInterface.register(_ATTENTION, _mask)
 
 
 class PackedTextEncoder(nn.Module):
-    """Packed tokens to one vector a row.
+    """Packed tokens to one vector a row, and if asked for one a token.
 
     Shapes: tokens [T] int32, offsets [R+1] int32 (repeating the total after the last row); returns
-    ([R, D] float32,), zeros for rows without tokens.
+    ([R, D] float32,), zeros for rows without tokens; with ``token_embeddings`` ([R, D], [T, D]).
     """
 
-    def __init__(self, encoder: nn.Module, pooling: str, normalize: bool) -> None:
+    def __init__(
+        self, encoder: nn.Module, pooling: str, normalize: bool, *, token_embeddings: bool = False
+    ) -> None:
         super().__init__()
         self.encoder = encoder
         self._pooling = pooling
         self._normalize = normalize
+        self._token_embeddings = token_embeddings
         self._first_position = _first_position(encoder)
 
-    def forward(self, tokens: Tensor, offsets: Tensor) -> tuple[Tensor]:
+    def forward(self, tokens: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
         """Encode, pool and normalise."""
         _, starts, ends, positions = row_bounds(offsets, tokens.shape[0])
         hidden = self.encoder(
@@ -96,30 +99,37 @@ class PackedTextEncoder(nn.Module):
             row_ends=ends,
             return_dict=False,
         )[0][0]  # [T, D]
-        return (segment_pool(hidden, offsets, self._pooling, self._normalize),)
+        vectors = segment_pool(hidden, offsets, self._pooling, self._normalize)
+        return (vectors, hidden.float()) if self._token_embeddings else (vectors,)
 
 
 class BoundedTextEncoder(nn.Module):
     """Padded rows as ``TextEncoder`` takes them, with bounds instead of a mask in the attention.
 
     The mask must be ones up to each row's length, as the layouts make it. Shapes: input_ids and
-    attention_mask [B, S] int64; returns ([B, D] float32,).
+    attention_mask [B, S] int64; returns ([B, D] float32,), with ``token_embeddings``
+    ([B, D], [B, S, D]).
     """
 
-    def __init__(self, encoder: nn.Module, pooling: str, normalize: bool) -> None:
+    def __init__(
+        self, encoder: nn.Module, pooling: str, normalize: bool, *, token_embeddings: bool = False
+    ) -> None:
         super().__init__()
         self.encoder = encoder
         self._pool = POOL[pooling]
         self._normalize = normalize
+        self._token_embeddings = token_embeddings
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor]:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
         """Encode, pool and normalise."""
         starts, ends = padded_bounds(attention_mask)
         hidden = self.encoder(
             input_ids=input_ids, row_starts=starts, row_ends=ends, return_dict=False
         )[0]  # [B, S, D]
         vectors = self._pool(hidden, attention_mask)
-        return (nn.functional.normalize(vectors, dim=-1) if self._normalize else vectors,)
+        if self._normalize:
+            vectors = nn.functional.normalize(vectors, dim=-1)
+        return (vectors, hidden.float()) if self._token_embeddings else (vectors,)
 
 
 def padded_bounds(mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,7 +148,7 @@ def padded_bounds(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def bounded(
-    encoder: nn.Module, pooling: str, normalize: bool
+    encoder: nn.Module, pooling: str, normalize: bool, *, token_embeddings: bool = False
 ) -> tuple[PackedTextEncoder | None, BoundedTextEncoder | None]:
     """Return the encoder for packed rows and for padded rows with bounds.
 
@@ -151,10 +161,12 @@ def bounded(
         encoder.set_attn_implementation(_ATTENTION)  # type: ignore[operator]
     except ValueError:  # an architecture whose attention cannot be chosen
         return None, None
-    padded = BoundedTextEncoder(encoder, pooling, normalize).eval()
+    tokens = token_embeddings
+    padded = BoundedTextEncoder(encoder, pooling, normalize, token_embeddings=tokens).eval()
     if "position_ids" not in parameters:
         return None, padded
-    return PackedTextEncoder(encoder, pooling, normalize).eval(), padded
+    packed = PackedTextEncoder(encoder, pooling, normalize, token_embeddings=tokens).eval()
+    return packed, padded
 
 
 def _first_position(encoder: nn.Module) -> int:

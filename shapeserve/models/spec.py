@@ -14,6 +14,36 @@ if TYPE_CHECKING:
 POOLINGS = ("mean", "cls", "lasttoken", "max")
 """Ways to make one vector of a row's token vectors, in sentence-transformers' words."""
 
+Activation = Literal["sigmoid", "softmax", "identity"]
+"""What turns logits into the scores that a client sees."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextPair:
+    """Two texts that a classification model reads as one row, such as a query and a document.
+
+    Only ``text_pair`` is ever cut.
+    """
+
+    text: str
+    text_pair: str
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What a classification model says of its logits.
+
+    Attributes:
+        labels: a name for each logit.
+        activation: makes the scores of the labels.
+        relevance: makes a relevance of the one logit; None for a model with several, which
+            cannot rerank.
+    """
+
+    labels: tuple[str, ...]
+    activation: Activation
+    relevance: Literal["sigmoid", "identity"] | None
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -27,6 +57,7 @@ class TensorSpec:
         pad: value of the elements beyond a row's end (inputs only).
         make: made by the layout instead of sent by the caller (inputs only): ``mask`` is 1 on
             elements that are real along every axis, ``positions`` counts along the only axis.
+        below: integers of a caller are in [0, below); None: not bounded (inputs only).
     """
 
     name: str
@@ -34,6 +65,7 @@ class TensorSpec:
     dims: tuple[str | int, ...]
     pad: float = 0
     make: Literal["mask", "positions"] | None = None
+    below: int | None = None
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the tensor's shape for ``sizes`` (axis -> size, ``batch`` included)."""
@@ -52,7 +84,8 @@ class ModelSpec:
 
     Attributes:
         name: the name in requests, labels and answers.
-        task: ``embed`` takes text or token ids and gives one vector, ``module`` takes arrays.
+        task: ``embed`` takes text or token ids and gives one vector, ``classify`` takes those
+            or pairs of texts and gives logits, ``module`` takes arrays.
         dtype: type of weights and arithmetic.
         inputs: name -> tensor, in call order.
         outputs: name -> tensor, in return order.
@@ -66,10 +99,11 @@ class ModelSpec:
         embedding_dim: length of the vectors; None unless the task is ``embed``.
         pooling: one of ``POOLINGS``; None unless the task is ``embed``.
         normalize: whether the vectors have length 1.
+        head: what the logits mean; None unless the task is ``classify``.
     """
 
     name: str
-    task: Literal["embed", "module"]
+    task: Literal["embed", "classify", "module"]
     dtype: str
     inputs: Mapping[str, TensorSpec]
     outputs: Mapping[str, TensorSpec]
@@ -83,6 +117,7 @@ class ModelSpec:
     embedding_dim: int | None = None
     pooling: str | None = None
     normalize: bool = False
+    head: Head | None = None
 
     @property
     def row_axes(self) -> tuple[str, ...]:

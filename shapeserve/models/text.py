@@ -1,4 +1,4 @@
-"""Text encoders: any transformers encoder, with pooling and normalisation in the same module."""
+"""Text models: any transformers encoder with its pooling, or classifier, as one module."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shapeserve.errors import ModelError
+from shapeserve.models.classifier import TextClassifier, check_classifier
 from shapeserve.models.describe import SEQ, describe_text, read_text_directory
 from shapeserve.models.directory import TextDirectory, weight_files
 from shapeserve.models.pooling import POOL
@@ -36,31 +37,37 @@ if TYPE_CHECKING:
 class TextEncoder(nn.Module):
     """Token ids and mask to one vector a row: what is compiled and captured as one program.
 
-    Shapes: input_ids and attention_mask [B, S] int64; returns ([B, D] float32,).
+    Shapes: input_ids and attention_mask [B, S] int64; returns ([B, D] float32,), with
+    ``token_embeddings`` ([B, D], [B, S, D]).
     """
 
-    def __init__(self, encoder: nn.Module, pooling: str, normalize: bool) -> None:
+    def __init__(
+        self, encoder: nn.Module, pooling: str, normalize: bool, *, token_embeddings: bool = False
+    ) -> None:
         super().__init__()
         self.encoder = encoder
         self._pool = POOL[pooling]
         self._normalize = normalize
+        self._token_embeddings = token_embeddings
 
     @property
     def inner(self) -> nn.Module:
         """The transformers model."""
         return self.encoder
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor]:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
         """Encode, pool and normalise; token types are left out, so that the model takes zeros."""
         hidden = self.encoder(
             input_ids=input_ids, attention_mask=attention_mask, return_dict=False
         )[0]  # [B, S, D]
         vectors = self._pool(hidden, attention_mask)
-        return (nn.functional.normalize(vectors, dim=-1) if self._normalize else vectors,)
+        if self._normalize:
+            vectors = nn.functional.normalize(vectors, dim=-1)
+        return (vectors, hidden.float()) if self._token_embeddings else (vectors,)
 
 
 def load_text(config: ModelConfig, device: torch.device | str) -> LoadedModel:
-    """Load a text encoder from its directory.
+    """Load a text encoder or classification model from its directory.
 
     Raises:
         ConfigError: the config contradicts the model.
@@ -72,14 +79,25 @@ def load_text(config: ModelConfig, device: torch.device | str) -> LoadedModel:
         directory.encoder / "tokenizer.json",
         vocab_size=directory.vocab_size,
         lower_case=directory.lower_case,
+        type_vocab_size=directory.type_vocab_size,
     )
     if spec.max_length[SEQ] <= tokenizer.special_tokens:
         raise ModelError(
             f"{spec.name}: a grid that ends at {spec.max_length[SEQ]} tokens holds no text beside "
             f"{tokenizer.special_tokens} special tokens; raise limits.max_length"
         )
-    encoder = _load_encoder(directory, spec, trust_remote_code=config.trust_remote_code)
-    module = TextEncoder(encoder, directory.pooling, directory.normalize)
+    model = _load_model(directory, spec, trust_remote_code=config.trust_remote_code)
+    module: TextEncoder | TextClassifier
+    if directory.head is None:
+        module = TextEncoder(
+            model,
+            directory.pooling,
+            directory.normalize,
+            token_embeddings=config.token_embeddings,
+        )
+    else:
+        check_classifier(model, directory, spec)
+        module = TextClassifier(model)
     module.eval().requires_grad_(False).to(device)
     packed, bounded = _bounded(config, module, directory, device)
     fingerprint = _fingerprint(directory, spec)
@@ -87,43 +105,53 @@ def load_text(config: ModelConfig, device: torch.device | str) -> LoadedModel:
 
 
 def _bounded(
-    config: ModelConfig, module: TextEncoder, directory: TextDirectory, device: torch.device | str
+    config: ModelConfig,
+    module: TextEncoder | TextClassifier,
+    directory: TextDirectory,
+    device: torch.device | str,
 ) -> tuple[nn.Module | None, nn.Module | None]:
     """Return the encoder for packed rows, and for padded rows with bounds, where of use."""
     cuda = torch.device(device).type == "cuda"
-    if not cuda and not config.packs("cpu"):
+    if isinstance(module, TextClassifier) or not (cuda or config.packs("cpu")):
         return None, None
     from shapeserve.models.packed import bounded  # registers an attention with transformers
 
-    packed, padded = bounded(module.encoder, directory.pooling, directory.normalize)
+    packed, padded = bounded(
+        module.encoder,
+        directory.pooling,
+        directory.normalize,
+        token_embeddings=config.token_embeddings,
+    )
     return packed, padded if cuda else None
 
 
-def _load_encoder(
-    directory: TextDirectory, spec: ModelSpec, *, trust_remote_code: bool
-) -> nn.Module:
+def _load_model(directory: TextDirectory, spec: ModelSpec, *, trust_remote_code: bool) -> nn.Module:
+    kind = "AutoModel" if directory.head is None else "AutoModelForSequenceClassification"
     try:
         with _quiet_transformers():
-            encoder, report = _from_pretrained(directory.encoder, spec.dtype, trust_remote_code)
+            model, report = _from_pretrained(directory.encoder, kind, spec.dtype, trust_remote_code)
     except Exception as error:  # transformers raises of many kinds, and each means the same
         raise ModelError(
             f"{directory.encoder}: the weights cannot be loaded: {error}; copy the model again (a "
             "Git LFS pointer is not the file), or use a newer transformers"
         ) from error
-    missing = sorted(name for name in report["missing_keys"] if not name.startswith("pooler."))
+    needless = () if directory.head else ("pooler.",)
+    missing = sorted(name for name in report["missing_keys"] if not name.startswith(needless))
     if missing:
         raise ModelError(
             f"{directory.encoder}: the weights lack {len(missing)} tensors ({missing[0]}, ...) and "
             "would be random there; weights and config.json are not of the same model"
         )
-    _drop_unused(encoder)
-    _check_positions(encoder, spec)
-    return encoder
+    _drop_unused(model)
+    _check_positions(model, spec)
+    return model
 
 
-def _from_pretrained(path: Path, dtype: str, trust_remote_code: bool) -> tuple[nn.Module, Any]:
+def _from_pretrained(
+    path: Path, kind: str, dtype: str, trust_remote_code: bool
+) -> tuple[nn.Module, Any]:
     def load(attention: str) -> tuple[nn.Module, Any]:
-        loaded: tuple[nn.Module, Any] = transformers.AutoModel.from_pretrained(
+        loaded: tuple[nn.Module, Any] = getattr(transformers, kind).from_pretrained(
             path,
             dtype=getattr(torch, dtype),
             attn_implementation=attention,
@@ -158,17 +186,17 @@ def _quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _drop_unused(encoder: nn.Module) -> None:
-    """Take out what the token vectors do not need: the pooler, and the cache of decoders."""
-    if "add_pooling_layer" in inspect.signature(type(encoder).__init__).parameters:
-        encoder.pooler = None  # type: ignore[assignment] # what add_pooling_layer=False does
-    if hasattr(encoder.config, "use_cache"):
-        encoder.config.use_cache = False
+def _drop_unused(model: nn.Module) -> None:
+    """Take out what is not needed: the pooler of an encoder, and the cache of decoders."""
+    if "add_pooling_layer" in inspect.signature(type(model).__init__).parameters:
+        model.pooler = None  # type: ignore[assignment] # what add_pooling_layer=False does
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = False
 
 
-def _check_positions(encoder: nn.Module, spec: ModelSpec) -> None:
+def _check_positions(model: nn.Module, spec: ModelSpec) -> None:
     """Refuse a hard limit beyond the position table: on a GPU such a row ends the process."""
-    for name, table in encoder.named_modules():
+    for name, table in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(table, nn.Embedding):
             # A table with a padding index begins after it (RoBERTa and its relatives).
             used = 0 if table.padding_idx is None else table.padding_idx + 1
@@ -192,6 +220,8 @@ def _fingerprint(directory: TextDirectory, spec: ModelSpec) -> str:
             digest.update(weights.read(header_bytes))
         digest.update(str(file.stat().st_size).encode())
     facts = (
+        spec.task,
+        tuple(spec.outputs),
         spec.pooling,
         spec.normalize,
         spec.dtype,

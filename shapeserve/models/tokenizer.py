@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,29 @@ from tokenizers.normalizers import Lowercase
 from tokenizers.normalizers import Sequence as Normalizers
 
 from shapeserve.errors import InvalidRequest, ModelError
+from shapeserve.models.spec import TextPair
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One text or pair as a classification model reads it.
+
+    Attributes:
+        ids: int64, special tokens included, of any length.
+        types: the token type of each id, int64.
+        text: where the ids of the text, or of a pair's first text, begin and end.
+        text_pair: where those of a pair's second text do; None for a text alone.
+    """
+
+    ids: np.ndarray
+    types: np.ndarray
+    text: tuple[int, int]
+    text_pair: tuple[int, int] | None
+
+    @property
+    def content(self) -> tuple[int, int]:
+        """Where the part begins and ends that may be cut."""
+        return self.text if self.text_pair is None else self.text_pair
 
 
 class TextTokenizer:
@@ -24,15 +48,20 @@ class TextTokenizer:
             engine's to decide.
         vocab_size: ids are in [0, vocab_size).
         lower_case: lowercase the text first.
+        type_vocab_size: token types are in [0, type_vocab_size); 0 for a model without them.
 
     Raises:
-        ModelError: the file is broken, or makes ids that the model has no vector for.
+        ModelError: the file is broken, or makes ids or token types that the model has no vector
+            for.
 
     Attributes:
         special_tokens: how many special tokens a row of text has, such as [CLS] and [SEP].
+        pair_special_tokens: how many a row of two texts has.
     """
 
-    def __init__(self, file: Path, *, vocab_size: int, lower_case: bool = False) -> None:
+    def __init__(
+        self, file: Path, *, vocab_size: int, lower_case: bool = False, type_vocab_size: int = 0
+    ) -> None:
         tokenizer = _read(file)
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -48,6 +77,9 @@ class TextTokenizer:
             )
         self._prefix, self._suffix = _frame(tokenizer)
         self.special_tokens = len(self._prefix) + len(self._suffix)
+        self.pair_special_tokens = int(tokenizer.num_special_tokens_to_add(is_pair=True))
+        if type_vocab_size:
+            _check_types(tokenizer, file, type_vocab_size)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of each text, int64, special tokens included, of any length.
@@ -60,6 +92,43 @@ class TextTokenizer:
         except TypeError:
             raise _not_unicode(texts) from None
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    def encode_rows(self, rows: Sequence[str | TextPair]) -> list[Encoded]:
+        """Return each text or pair of texts as the tokenizer's own template joins it.
+
+        Raises:
+            InvalidRequest: naming the first text that is not valid Unicode, both of a pair counted.
+        """
+        inputs = [row if isinstance(row, str) else (row.text, row.text_pair) for row in rows]
+        try:
+            encodings = self._tokenizer.encode_batch_fast(inputs)
+        except TypeError:
+            texts = [text for row in inputs for text in ([row] if isinstance(row, str) else row)]
+            raise _not_unicode(texts) from None
+        encoded = []
+        for row, encoding in zip(rows, encodings, strict=True):
+            sequences = encoding.sequence_ids
+            encoded.append(
+                Encoded(
+                    np.array(encoding.ids, dtype=np.int64),
+                    np.array(encoding.type_ids, dtype=np.int64),
+                    _range(sequences, 0),
+                    None if isinstance(row, str) else _range(sequences, 1),
+                )
+            )
+        return encoded
+
+    def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        """Return how many ids each text has without special tokens.
+
+        Raises:
+            InvalidRequest: naming the first text that is not valid Unicode.
+        """
+        try:
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except TypeError:
+            raise _not_unicode(texts) from None
+        return [len(encoding.ids) for encoding in encodings]
 
     def check_ids(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return a caller's own token ids as one int64 row.
@@ -98,22 +167,23 @@ class TextTokenizer:
 
     def content_tokens(self, ids: np.ndarray) -> int:
         """Return how many ids are not the frame of special tokens: 0 for a text of spaces."""
-        _, content, _ = self._split_frame(ids)
-        return len(content)
+        start, end = self.content(ids)
+        return end - start
 
-    def truncate(self, ids: np.ndarray, max_length: int) -> np.ndarray:
-        """Cut a row to ``max_length`` ids; the closing special token stays, if it has one.
+    def truncate(
+        self, row: np.ndarray, max_length: int, content: tuple[int, int] | None = None
+    ) -> np.ndarray:
+        """Cut a row to ``max_length`` elements; the closing special token stays, if it has one.
 
         Args:
-            ids: one row.
-            max_length: more than the special tokens of a row.
+            row: ids, or with ``content`` anything that has one element for each.
+            max_length: more than what is not content.
+            content: where the part begins and ends that is cut; None: all but special tokens.
         """
         self._check_room(max_length)
-        if len(ids) <= max_length:
-            return ids
-        prefix, content, suffix = self._split_frame(ids)
-        room = max_length - len(prefix) - len(suffix)
-        return np.concatenate([prefix, content[:room], suffix])
+        _, end = self.content(row) if content is None else content
+        excess = max(len(row) - max_length, 0)
+        return np.concatenate([row[: end - excess], row[end:]])
 
     def split(self, ids: np.ndarray, max_length: int) -> list[np.ndarray]:
         """Cut a row into pieces of at most ``max_length`` ids, each with the row's own frame.
@@ -125,27 +195,44 @@ class TextTokenizer:
         self._check_room(max_length)
         if len(ids) <= max_length:
             return [ids]
-        prefix, content, suffix = self._split_frame(ids)
+        start, end = self.content(ids)
+        prefix, content, suffix = ids[:start], ids[start:end], ids[end:]
         room = max_length - len(prefix) - len(suffix)
         return [
             np.concatenate([prefix, content[i : i + room], suffix])
             for i in range(0, len(content), room)
         ]
 
-    def _split_frame(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return prefix, content and suffix; a caller's own ids may lack either."""
+    def content(self, ids: np.ndarray) -> tuple[int, int]:
+        """Return where the frame of special tokens ends and begins; own ids may lack either."""
         start, end = len(self._prefix), len(self._suffix)
         start = start if np.array_equal(ids[:start], self._prefix) else 0
         end = len(ids) - end
         if end < start or not np.array_equal(ids[end:], self._suffix):
             end = len(ids)
-        return ids[:start], ids[start:end], ids[end:]
+        return start, end
 
     def _check_room(self, max_length: int) -> None:
         if max_length <= self.special_tokens:
             raise ValueError(
                 f"max_length {max_length} must be above the {self.special_tokens} special tokens"
             )
+
+
+def _range(sequences: Sequence[int | None], number: int) -> tuple[int, int]:
+    """Where the ids of one text of a row begin and end; it may have none."""
+    if number not in sequences:
+        return 0, 0
+    return sequences.index(number), len(sequences) - sequences[::-1].index(number)
+
+
+def _check_types(tokenizer: Tokenizer, file: Path, type_vocab_size: int) -> None:
+    made = {*tokenizer.encode("a").type_ids, *tokenizer.encode("a", "a").type_ids}
+    if max(made) >= type_vocab_size:
+        raise ModelError(
+            f"{file} makes the token type {max(made)}, but the model has vectors for "
+            f"{type_vocab_size}; tokenizer and weights are not of the same model: copy both again"
+        )
 
 
 def _is_integer(value: object) -> bool:

@@ -22,16 +22,26 @@ JSON = "application/json"
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 OCTETS = "application/octet-stream"
 EMBEDDINGS, MODELS, METRICS = "/v1/embeddings", "/v1/models", "/metrics"
+RERANK, CLASSIFY = "/v1/rerank", "/v1/classify"
+OPENAPI = "/openapi.json"
 LIVE, READY = "/v2/health/live", "/v2/health/ready"
 OIP = "/v2"
 OIP_MODEL = "/v2/models/{model}"
 OIP_VERSION = "/v2/models/{model}/versions/{version}"
-PATHS = (EMBEDDINGS, MODELS, OIP, f"{OIP_MODEL}/infer", METRICS, LIVE, READY)
+COMPILE = f"{OIP_MODEL}/compile"
+PATHS = (
+    *(EMBEDDINGS, RERANK, CLASSIFY, MODELS),
+    *(OIP, f"{OIP_MODEL}/infer", METRICS, OPENAPI, LIVE, READY),
+)
 Encoding = Literal["gzip", "deflate"]
 # Day-long requests are a client's mistake, and a bound keeps the arithmetic exact.
 MAX_TIMEOUT_S = 86_400.0
+# A body of nothing but "[]," would stop the whole process for 8 s while it is read: each list is an
+# object for Python's collector. So many take 0.16 s.
+MAX_LISTS = 250_000
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 # What any log format and any header carries without quoting. 128 = two UUIDs and a prefix.
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +98,7 @@ def route_error(path: str, method: str, allowed: tuple[str, ...]) -> Reply:
             path,
         )
     error = InvalidRequest(
-        f"{path} does not take {method[:20]!r}; use {' or '.join(allowed)}.",
+        f"{path[:200]} does not take {method[:20]!r}; use {' or '.join(allowed)}.",
         code="method_not_allowed",
     )
     return Reply(405, _error_body(error, path), {"allow": ", ".join(allowed)})
@@ -96,7 +106,7 @@ def route_error(path: str, method: str, allowed: tuple[str, ...]) -> Reply:
 
 def is_request_id(value: str) -> bool:
     """Return whether a request id can stand in a log line as it is."""
-    return _REQUEST_ID.fullmatch(value) is not None
+    return REQUEST_ID.fullmatch(value) is not None
 
 
 def check_request_id(value: str) -> str:
@@ -158,6 +168,19 @@ def parse_content_encoding(value: str | None) -> Encoding | None:
         "and identity, one of them at a time.",
         code="unsupported_content_encoding",
     )
+
+
+def check_lists(data: bytes) -> None:
+    """Refuse JSON of more than ``MAX_LISTS`` lists and objects before it is read."""
+    if data.count(b"[") + data.count(b"{") <= MAX_LISTS:
+        return
+    outside = _STRING.sub(b"", data)  # texts may have as many brackets as they like
+    count = outside.count(b"[") + outside.count(b"{")
+    if count > MAX_LISTS:
+        raise InvalidRequest(
+            f"the JSON has {count} lists and objects, at most {MAX_LISTS} are read; send the "
+            "elements of a tensor as one flat list, or fewer rows a request."
+        )
 
 
 def decompress(body: bytes, encoding: Encoding, max_body_bytes: int) -> bytes:

@@ -5,26 +5,31 @@ A request is read completely, inputs, outputs and parameters, before anything is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
+from shapeserve.buckets import BATCH
 from shapeserve.errors import InvalidRequest, NotFound
 from shapeserve.models.spec import ModelSpec, TensorSpec
+from shapeserve.protocols.fields import OVER_MAX
 from shapeserve.protocols.http import MAX_TIMEOUT_S
 from shapeserve.protocols.oip_rows import Row, TensorInfo, info_of, read_rows
 from shapeserve.protocols.oip_types import (
+    MAX_PARAMETERS,
+    MAX_WORD,
     Array,
     InferRequest,
     InferResponse,
+    Parameter,
     Parameters,
     Tensor,
     datatype_of,
     shown,
 )
-from shapeserve.protocols.openai import OVER_MAX
 
 VERSION: Final = "1"
 """The one version of every model."""
@@ -33,7 +38,7 @@ PLATFORM: Final = "pytorch_compile"  # "<project>_<format>", as the protocol rec
 
 # Parameters of a request, of an input and of an output that would change the answer, and that
 # this server cannot honour. Any other unknown one is the client's own affair.
-_REFUSED: Final = {
+REFUSED: Final = {
     "sequence_id": "rows are independent",
     "sequence_start": "rows are independent",
     "sequence_end": "rows are independent",
@@ -44,7 +49,7 @@ _REFUSED: Final = {
     "shared_memory_byte_size": "send and read the data itself",
     "shared_memory_offset": "send and read the data itself",
 }
-_REFUSED_PREFIX: Final = "triton_"
+REFUSED_PREFIX: Final = "triton_"
 _OURS: Final = frozenset({"over_max", "timeout"})
 
 
@@ -89,6 +94,12 @@ def read(request: InferRequest, spec: ModelSpec, *, max_rows: int) -> Job:
         InvalidRequest: 400, naming the tensor, the parameter or the rows, the bound, the remedy.
     """
     parameters = request.parameters
+    if len(request.id) > MAX_WORD:
+        raise InvalidRequest(
+            f"id has {len(request.id)} characters, at most {MAX_WORD} are sent back; send a "
+            "shorter one.",
+            param="id",
+        )
     check_parameters("parameters", parameters)
     return Job(
         rows=read_rows(request.inputs, spec, max_rows),
@@ -100,15 +111,22 @@ def read(request: InferRequest, spec: ModelSpec, *, max_rows: int) -> Job:
 
 
 def check_parameters(where: str, parameters: Parameters) -> None:
-    """Refuse parameters that this server cannot honour.
+    """Refuse parameters that this server cannot honour, or that are too long to be sent back.
 
     Args:
         where: the place in the request, for messages: ``parameters``, ``outputs[0].parameters``.
         parameters: what stands there.
     """
-    for name in parameters:
-        why = _REFUSED.get(name)
-        if why is None and name.startswith(_REFUSED_PREFIX):
+    if len(parameters) > MAX_PARAMETERS:
+        raise InvalidRequest(
+            f"{where} has {len(parameters)} entries, at most {MAX_PARAMETERS} are read; leave out "
+            "those without a meaning here.",
+            param=where,
+        )
+    for name, value in parameters.items():
+        _check_length(where, name, value)
+        why = REFUSED.get(name)
+        if why is None and name.startswith(REFUSED_PREFIX):
             why = "it is for another server"
         if why is not None:
             raise InvalidRequest(
@@ -116,6 +134,16 @@ def check_parameters(where: str, parameters: Parameters) -> None:
                 "out.",
                 param=f"{where}[{name[:40]}]",
                 code="unsupported_parameter",
+            )
+
+
+def _check_length(where: str, name: str, value: Parameter) -> None:
+    for what, word in (("name", name), ("value", value)):
+        if isinstance(word, str) and len(word) > MAX_WORD:
+            raise InvalidRequest(
+                f"{where}[{name[:40]}] has a {what} of {len(word)} characters, at most {MAX_WORD} "
+                "are read; send a shorter one.",
+                param=f"{where}[{name[:40]}]",
             )
 
 
@@ -161,6 +189,34 @@ def _outputs(request: InferRequest, spec: ModelSpec) -> tuple[TensorSpec, ...]:
         check_parameters(f"outputs[{i}].parameters", output.parameters)
         wanted[output.name] = tensor
     return tuple(wanted.values())
+
+
+def check_answer(job: Job, sizes: Sequence[Mapping[str, int]], max_bytes: float) -> None:
+    """Refuse what would be answered with too much: one long row makes all the others as long.
+
+    Args:
+        job: from :func:`read`.
+        sizes: axis -> size of each row that will run.
+        max_bytes: of all the outputs together, as binary data.
+
+    Raises:
+        InvalidRequest: 400, naming the size, the bound and the remedy.
+    """
+    largest = {axis: max(row[axis] for row in sizes) for axis in sizes[0]}
+    shapes = [tensor.shape({**largest, BATCH: len(sizes)}) for tensor in job.outputs]
+    held = [datatype_of(tensor.dtype).held or np.dtype("O") for tensor in job.outputs]
+    size_bytes = sum(
+        math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, held, strict=True)
+    )
+    if size_bytes > max_bytes:
+        raise InvalidRequest(
+            f"the outputs would have shapes {', '.join(shown(list(s)) for s in shapes)} and "
+            f"{size_bytes} bytes, at most {max_bytes} are sent; send fewer rows a request, long "
+            "ones apart from short ones, ask for fewer `outputs`, or raise "
+            "`serve.max_answer_bytes`.",
+            param="outputs",
+            code="too_much_output",
+        )
 
 
 def answer(

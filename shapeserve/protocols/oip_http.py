@@ -17,8 +17,9 @@ from shapeserve import __version__
 from shapeserve.errors import InvalidRequest
 from shapeserve.models.spec import ModelSpec
 from shapeserve.protocols import oip, oip_rows
-from shapeserve.protocols.http import OCTETS, Reply, json_reply
+from shapeserve.protocols.http import OCTETS, Reply, check_lists, json_reply
 from shapeserve.protocols.oip_types import (
+    MAX_TENSORS,
     InferRequest,
     InferResponse,
     RequestedOutput,
@@ -105,7 +106,7 @@ def parse(body: bytes, header_length: str | None, model: str, version: str = "")
     """
     end = _json_bytes(header_length, len(body))
     view = memoryview(body)
-    fields = _read_object(view[:end], header_length)
+    fields = _read_object(body if end == len(body) else body[:end], header_length)
     binary = _Binary(view[end:], announced=header_length is not None)
     _check_names(fields, model)
     parameters = _parameters("parameters", fields.get("parameters"))
@@ -152,7 +153,8 @@ def _json_bytes(value: str | None, body_bytes: int) -> int:
     return length
 
 
-def _read_object(data: memoryview, header_length: str | None) -> dict[str, Any]:
+def _read_object(data: bytes, header_length: str | None) -> dict[str, Any]:
+    check_lists(data)
     try:
         fields = orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -183,6 +185,12 @@ def _list(name: str, value: Any, *, required: bool = False) -> list[Any]:
         raise InvalidRequest(
             f"{name} is {'missing' if value is None else shown(value)}; it must be a list of "
             f"tensors{', and not empty' if required else ''}.",
+            param=name,
+        )
+    if len(value) > MAX_TENSORS:
+        raise InvalidRequest(
+            f"{name} has {len(value)} tensors, at most {MAX_TENSORS} are read; send each once, "
+            "with all its rows.",
             param=name,
         )
     return value

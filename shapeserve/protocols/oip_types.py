@@ -18,6 +18,9 @@ Parameter: TypeAlias = str | int | float | bool
 Parameters: TypeAlias = Mapping[str, Parameter]
 
 MAX_DIMS: Final = 32  # what every numpy can hold
+MAX_TENSORS: Final = 256  # inputs, or outputs, of one request; arbitrary
+MAX_PARAMETERS: Final = 64  # of a request, an input or an output; arbitrary
+MAX_WORD: Final = 1024  # characters of what is sent back: ids, names and values; arbitrary
 _MAX_SIZE: Final = 2**63 - 1  # sizes are int64 in gRPC
 
 

@@ -16,16 +16,25 @@ import numpy as np
 import orjson
 
 from shapeserve.errors import InvalidRequest, NotFound
-from shapeserve.protocols.http import Reply, json_reply
+from shapeserve.models import Head
+from shapeserve.protocols.fields import (
+    bad_text,
+    check_items,
+    check_known,
+    check_rows,
+    kind,
+    over_max,
+    shown,
+)
+from shapeserve.protocols.http import Reply, check_lists, json_reply
 
 EncodingFormat = Literal["float", "base64"]
-OVER_MAX: Final = ("fallback", "split", "truncate", "reject")
+Task = Literal["make embeddings", "rerank", "classify"]
 # `user` is part of the API and has no meaning here; the last two are ours.
 _FIELDS: Final = frozenset(
     {"input", "model", "encoding_format", "dimensions", "user", "truncate", "over_max"}
 )
-_MAX_NAMED = 10  # bad items that one message names
-_MAX_TOKEN_ID = 2**31 - 1  # ids become int64 arrays; the model's own bound is checked later
+MAX_TOKEN_ID: Final = 2**31 - 1  # ids become int64 arrays; the model's own bound is checked later
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +48,7 @@ class ModelInfo:
         max_rows: inputs that one request may carry.
         normalize: embeddings have unit length.
         created_s: Unix time at which the model was loaded, whole seconds.
+        head: what the logits of a classification model mean; None for other models.
     """
 
     name: str
@@ -47,6 +57,13 @@ class ModelInfo:
     max_rows: int = 2048
     normalize: bool = True
     created_s: int = 0
+    head: Head | None = None
+
+    def can(self, task: Task) -> bool:
+        """Whether the model does that."""
+        if task == "make embeddings":
+            return self.dim is not None
+        return self.head is not None and (task == "classify" or self.head.relevance is not None)
 
 
 class RowResult(Protocol):
@@ -96,11 +113,14 @@ def parse_embeddings(body: bytes, models: Mapping[str, ModelInfo]) -> EmbeddingR
         NotFound: 404, an unknown model.
     """
     fields = read_object(body)
-    return read_embeddings(fields, read_model(fields, models))
+    model = read_model(fields, models)
+    check_task(model, "make embeddings", models)
+    return read_embeddings(fields, model)
 
 
 def read_object(body: bytes) -> dict[str, Any]:
     """Return the JSON object in ``body``."""
+    check_lists(body)
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -111,7 +131,7 @@ def read_object(body: bytes) -> dict[str, Any]:
         ) from None
     if not isinstance(fields, dict):
         raise InvalidRequest(
-            f"the body is {_kind(fields)}; send a JSON object with `model` and `input`."
+            f"the body is {kind(fields)}; send a JSON object with `model` and `input`."
         )
     return fields
 
@@ -120,7 +140,7 @@ def read_model(fields: Mapping[str, Any], models: Mapping[str, ModelInfo]) -> Mo
     """Return the model that the request names."""
     name, served = fields.get("model"), ", ".join(sorted(models))
     if not isinstance(name, str):
-        given = "missing" if name is None else _kind(name)
+        given = "missing" if name is None else kind(name)
         raise InvalidRequest(
             f"`model` is {given}; it must be the name of a served model: {served}.", param="model"
         )
@@ -140,34 +160,27 @@ def find_model(name: str, models: Mapping[str, ModelInfo]) -> ModelInfo:
     return model
 
 
+def check_task(model: ModelInfo, task: Task, models: Mapping[str, ModelInfo]) -> None:
+    """Refuse to ask a model for what it does not do, naming those that do."""
+    if model.can(task):
+        return
+    others = ", ".join(sorted({other.name for other in models.values() if other.can(task)}))
+    raise InvalidRequest(
+        f"model {model.name!r} does not {task}; served models that do: {others or 'none'}.",
+        param="model",
+    )
+
+
 def read_embeddings(fields: Mapping[str, Any], model: ModelInfo) -> EmbeddingRequest:
-    """Return the checked request of ``POST /v1/embeddings``."""
-    _check_fields(fields, model)
+    """Return the checked request of ``POST /v1/embeddings`` to a model that makes embeddings."""
+    check_known(fields, _FIELDS)
     return EmbeddingRequest(
         model=model,
         samples=_samples(fields.get("input"), model.max_rows),
         encoding_format=_encoding_format(fields.get("encoding_format")),
         dimensions=_dimensions(fields.get("dimensions"), model),
-        over_max=_over_max(fields.get("truncate"), fields.get("over_max")),
+        over_max=over_max(fields),
     )
-
-
-def _check_fields(fields: Mapping[str, Any], model: ModelInfo) -> None:
-    unknown = sorted(fields.keys() - _FIELDS)
-    if unknown:
-        names = ", ".join(repr(name[:40]) for name in unknown[:_MAX_NAMED])
-        raise InvalidRequest(
-            f"unknown field {names}; allowed are {', '.join(sorted(_FIELDS))}.",
-            param=unknown[0][:40],
-            code="unknown_field",
-        )
-    user = fields.get("user")
-    if user is not None and not isinstance(user, str):
-        raise InvalidRequest(f"`user` is {_kind(user)}; it must be a string.", param="user")
-    if model.dim is None:
-        raise InvalidRequest(
-            f"model {model.name!r} makes no embeddings; ask for another model.", param="model"
-        )
 
 
 def _samples(value: Any, max_rows: int) -> list[str] | list[list[int]]:
@@ -175,61 +188,37 @@ def _samples(value: Any, max_rows: int) -> list[str] | list[list[int]]:
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list) or not value:
-        given = "missing" if value is None else "an empty list" if value == [] else _kind(value)
+        given = "missing" if value is None else "an empty list" if value == [] else kind(value)
         raise InvalidRequest(
             f"`input` is {given}; it must be a string, a list of strings, a list of token ids "
             "or a list of lists of token ids, and not empty.",
             param="input",
         )
     if type(value[0]) is int:
-        _check_items(value, "a token id", _bad_id)
+        if _bad_ids(value):  # which is quick; the other names the places
+            check_items("input", value, "a token id", _bad_id)
         return [value]
-    if len(value) > max_rows:
-        raise InvalidRequest(
-            f"`input` has {len(value)} items, the limit is {max_rows} a request; send several "
-            "requests or raise `limits.max_rows`.",
-            param="input",
-            code="too_many_rows",
-        )
+    check_rows("input", len(value), max_rows)
     if isinstance(value[0], list):
-        _check_items(value, "a list of token ids", _bad_ids)
+        check_items("input", value, "a list of token ids", _bad_ids)
     else:
-        _check_items(value, "a string", _bad_text)
+        check_items("input", value, "a string", bad_text)
     return value
-
-
-def _check_items(items: list[Any], wanted: str, problem: Any) -> None:
-    """Raise one 400 that names the first ten items with a problem."""
-    bad = [(i, what) for i, item in enumerate(items) if (what := problem(item))]
-    if not bad:
-        return
-    named = "; ".join(f"input[{i}] {what}" for i, what in bad[:_MAX_NAMED])
-    more = f"; and {len(bad) - _MAX_NAMED} more" if len(bad) > _MAX_NAMED else ""
-    raise InvalidRequest(
-        f"{named}{more}: every item must be {wanted}, and not empty; leave those out or mend them.",
-        param=f"input[{bad[0][0]}]",
-    )
-
-
-def _bad_text(item: Any) -> str | None:
-    if not isinstance(item, str):
-        return f"is {_kind(item)}"
-    return None if item else "is an empty string"
 
 
 def _bad_id(item: Any) -> str | None:
     if type(item) is not int:  # bool is an int to isinstance
-        return f"is {_kind(item)}"
-    return None if 0 <= item <= _MAX_TOKEN_ID else f"is {item}, outside 0..{_MAX_TOKEN_ID}"
+        return f"is {kind(item)}"
+    return None if 0 <= item <= MAX_TOKEN_ID else f"is {item}, outside 0..{MAX_TOKEN_ID}"
 
 
 def _bad_ids(item: Any) -> str | None:
     if not isinstance(item, list):
-        return f"is {_kind(item)}"
+        return f"is {kind(item)}"
     if not item:
         return "is an empty list"
     # The whole list at once first: a loop in Python over 100,000 ids takes 10 ms.
-    if set(map(type, item)) == {int} and min(item) >= 0 and max(item) <= _MAX_TOKEN_ID:
+    if set(map(type, item)) == {int} and min(item) >= 0 and max(item) <= MAX_TOKEN_ID:
         return None
     return next(f"[{i}] {what}" for i, one in enumerate(item) if (what := _bad_id(one)))
 
@@ -240,7 +229,7 @@ def _encoding_format(value: Any) -> EncodingFormat:
     if value == "base64":
         return "base64"
     raise InvalidRequest(
-        f"`encoding_format` is {_shown(value)}; it must be 'float' or 'base64'.",
+        f"`encoding_format` is {shown(value)}; it must be 'float' or 'base64'.",
         param="encoding_format",
     )
 
@@ -250,53 +239,11 @@ def _dimensions(value: Any, model: ModelInfo) -> int | None:
         return None
     if type(value) is not int or model.dim is None or not 1 <= value <= model.dim:
         raise InvalidRequest(
-            f"`dimensions` is {_shown(value)}; it must be a whole number from 1 to {model.dim}, "
+            f"`dimensions` is {shown(value)}; it must be a whole number from 1 to {model.dim}, "
             f"the length of an embedding of {model.name!r}.",
             param="dimensions",
         )
     return value
-
-
-def _over_max(truncate: Any, over_max: Any) -> str | None:
-    """Return the caller's choice for a text longer than the largest bucket, None if no choice.
-
-    ``truncate`` is the short form that other embedding servers have: true is
-    ``over_max: truncate``, false leaves the configured policy.
-    """
-    if truncate is not None and type(truncate) is not bool:
-        raise InvalidRequest(
-            f"`truncate` is {_shown(truncate)}; it must be true or false.", param="truncate"
-        )
-    if over_max is not None and over_max not in OVER_MAX:
-        raise InvalidRequest(
-            f"`over_max` is {_shown(over_max)}; it must be one of {', '.join(OVER_MAX)}.",
-            param="over_max",
-        )
-    if not truncate:
-        return over_max if over_max is None else str(over_max)
-    if over_max not in (None, "truncate"):
-        raise InvalidRequest(
-            f"`truncate` is true and `over_max` is {over_max!r}; send only one of them.",
-            param="over_max",
-        )
-    return "truncate"
-
-
-def _kind(value: Any) -> str:
-    """Name the JSON type of a value, for messages."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "a boolean"
-    kinds = {str: "a string", int: "a number", float: "a number", list: "a list"}
-    return kinds.get(type(value), "an object")
-
-
-def _shown(value: Any) -> str:
-    """Show a scalar, name the type of anything that could be long."""
-    if isinstance(value, (bool, int, float)):
-        return orjson.dumps(value).decode()
-    return repr(value[:40]) if isinstance(value, str) else _kind(value)
 
 
 def render_embeddings(request: EmbeddingRequest, results: Sequence[RowResult]) -> Reply:

@@ -23,7 +23,9 @@ _REJECTS = {
     "queue_full": RejectReason.QUEUE_FULL,
     "queue_tokens": RejectReason.QUEUE_TOKENS,
     "too_long": RejectReason.TOO_LONG,
+    "queue_bytes": RejectReason.QUEUE_BYTES,
     "too_many_rows": RejectReason.TOO_MANY_ROWS,
+    "too_many_tokens": RejectReason.TOO_MANY_TOKENS,
     "model_not_found": RejectReason.UNKNOWN_MODEL,
     "version_not_found": RejectReason.UNKNOWN_MODEL,
     "body_too_large": RejectReason.BODY_TOO_LARGE,
@@ -47,6 +49,7 @@ class Call:
         request_id: the client's or Ray's.
         started_s: arrival on ``time.perf_counter()``.
         deadline_s: when to give up, on ``time.monotonic()``; None: never.
+        held_bytes: of its body, as it came and decompressed.
     """
 
     headers: Mapping[str, str]
@@ -58,6 +61,7 @@ class Call:
     request_id: str = "-"
     started_s: float = field(default_factory=time.perf_counter)
     deadline_s: float | None = None
+    held_bytes: int = 0
 
     def set_deadline(self) -> None:
         """Read ``x-request-timeout-seconds``.

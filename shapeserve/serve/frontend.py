@@ -7,7 +7,8 @@ is counted exactly once, in :meth:`Frontend.__call__`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from starlette.requests import ClientDisconnect, Request
@@ -17,14 +18,19 @@ from shapeserve.errors import RequestError
 from shapeserve.metrics import Metrics, Outcome
 from shapeserve.protocols import health, http
 from shapeserve.protocols.http import Reply
+from shapeserve.serve.admin import Guard
 from shapeserve.serve.calls import Call, Ledger
+from shapeserve.serve.endpoints.admin import Admin
+from shapeserve.serve.endpoints.classify import Classify
 from shapeserve.serve.endpoints.embeddings import Embeddings
 from shapeserve.serve.endpoints.models import Models
 from shapeserve.serve.endpoints.oip import OpenInference
+from shapeserve.serve.endpoints.openapi import OpenApi
 from shapeserve.serve.endpoints.operations import Operations
+from shapeserve.serve.endpoints.rerank import Rerank
 from shapeserve.serve.grpc import GrpcFrontend
 from shapeserve.serve.routing import Router
-from shapeserve.serve.service import Service
+from shapeserve.serve.service import Route, Service
 
 if TYPE_CHECKING:  # at run time it would load torch into the process that builds the application
     from shapeserve.engine import Engine
@@ -40,6 +46,9 @@ class Frontend:
         max_body_bytes: longer bodies are refused with 413.
         metrics_text: returns the exposition of all replicas.
         report: returns this replica's own health report.
+        guard: lets the administrator in; nobody, if there is none.
+        max_inflight_bytes: of all bodies held at a time; more are refused with 429.
+        max_answer_bytes: requests for larger tensors are refused with 400.
 
     Attributes:
         grpc: answers gRPC with the same engines.
@@ -56,18 +65,34 @@ class Frontend:
         max_body_bytes: int,
         metrics_text: Callable[[], Awaitable[str]],
         report: Callable[[], health.ReplicaReport],
+        guard: Guard | None = None,
+        max_inflight_bytes: float = math.inf,
+        max_answer_bytes: float = math.inf,
     ) -> None:
         self._ledger = Ledger(metrics)
-        self._service = Service(engines, aliases=aliases, max_body_bytes=max_body_bytes)
+        self._service = Service(
+            engines,
+            aliases=aliases,
+            max_body_bytes=max_body_bytes,
+            max_inflight_bytes=max_inflight_bytes,
+            max_answer_bytes=max_answer_bytes,
+        )
         self.grpc = GrpcFrontend(self._service, self._ledger, report)
-        self._router = Router(
+        self._guard = guard or Guard()
+        self._public = Router(
             [
                 *Embeddings(self._service).routes,
+                *Rerank(self._service).routes,
+                *Classify(self._service).routes,
                 *Models(self._service).routes,
                 *OpenInference(self._service).routes,
+                *OpenApi(self._service).routes,
                 *Operations(metrics_text, report).routes,
             ]
         )
+        # What only the administrator may see has a router of its own, so that to everybody else
+        # it is as if it were not there.
+        self._all = Router([*self._public.routes, *Admin(self._service, report).routes])
 
     async def __call__(self, request: Request) -> Response:
         """Answer one request; only the cancellation by Ray is raised (the client went away)."""
@@ -84,8 +109,15 @@ class Frontend:
             reply = http.error_reply(error, call.path)
         except Exception:
             reply = http.error_reply(self._ledger.fail(call), call.path)
+        finally:
+            self._service.bodies.release(call)
         self._ledger.record(call, Outcome.of_status(reply.status))
         return Response(reply.body, reply.status, reply.headers, reply.media_type)
+
+    @property
+    def routes(self) -> Sequence[Route]:
+        """Everything that is served, to whomever."""
+        return self._all.routes
 
     def close(self) -> None:
         """Stop the worker threads."""
@@ -94,7 +126,8 @@ class Frontend:
     async def _answer(self, request: Request, call: Call) -> Reply:
         if (request_id := call.headers.get("x-request-id")) is not None:
             call.request_id = http.check_request_id(request_id)
-        found = self._router.match(call.method, call.path)
+        router = self._all if self._guard.admits(call.headers) else self._public
+        found = router.match(call.method, call.path)
         call.variables = found.variables
         if found.endpoint is not None:
             call.endpoint = found.endpoint

@@ -22,6 +22,7 @@ from shapeserve.config import ModelConfig, ServeConfig, parse_policy
 from shapeserve.errors import ConfigError, ShapeServeError, Unavailable
 from shapeserve.metrics import Metrics, SwapResult, merge_texts
 from shapeserve.protocols.health import ReplicaReport, State
+from shapeserve.serve.admin import Guard
 from shapeserve.serve.frontend import Frontend
 from shapeserve.serve.grpc import GrpcMethods
 from shapeserve.serve.health import Heartbeat
@@ -95,6 +96,9 @@ class ShapeServe(GrpcMethods):
             max_body_bytes=config.serve.max_body_bytes,
             metrics_text=self._all_metrics,
             report=self.report,
+            guard=Guard.from_environment(),
+            max_inflight_bytes=config.serve.max_inflight_bytes,
+            max_answer_bytes=config.serve.max_answer_bytes,
         )
         self._grpc = self._frontend.grpc
         await heart.beat()

@@ -34,9 +34,13 @@ class Router:
 
     A name in braces stands for anything but an empty string, slashes included, because names of
     models have them (``org/model``). Paths without a name are found first.
+
+    Attributes:
+        routes: all of them.
     """
 
     def __init__(self, routes: Sequence[Route]) -> None:
+        self.routes = tuple(routes)
         self._plain: dict[str, list[Route]] = {}
         self._patterns: list[tuple[re.Pattern[str], list[Route]]] = []
         by_path: dict[str, list[Route]] = {}

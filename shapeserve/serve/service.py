@@ -16,7 +16,7 @@ from shapeserve.errors import RowFailed
 from shapeserve.metrics import Endpoint
 from shapeserve.protocols import http, openai
 from shapeserve.protocols.http import Reply
-from shapeserve.serve.body import read_body
+from shapeserve.serve.body import Bodies, read_body
 from shapeserve.serve.calls import Call
 
 if TYPE_CHECKING:  # at run time it would load torch into the process that builds the application
@@ -56,6 +56,8 @@ class Service:
         engines: model name -> started engine.
         aliases: model name -> further names of it.
         max_body_bytes: longer bodies are refused with 413.
+        max_inflight_bytes: of all bodies held at a time.
+        max_answer_bytes: of the tensors of one answer.
 
     Thread rule: one event loop. Nothing here blocks it.
     """
@@ -66,6 +68,8 @@ class Service:
         *,
         aliases: Mapping[str, tuple[str, ...]],
         max_body_bytes: int,
+        max_inflight_bytes: float,
+        max_answer_bytes: float,
     ) -> None:
         self.engines = engines
         created_s = int(time.time())
@@ -74,6 +78,8 @@ class Service:
         ]
         self.models = openai.by_name(self.infos)
         self.max_body_bytes = max_body_bytes
+        self.max_answer_bytes = max_answer_bytes
+        self.bodies = Bodies(max_inflight_bytes)
         self._pool = ThreadPoolExecutor(PREPARE_THREADS, "shapeserve-prepare")
 
     def close(self) -> None:
@@ -92,10 +98,13 @@ class Service:
         http.check_media_type(call.headers.get("content-type"), octets=octets)
         encoding = http.parse_content_encoding(call.headers.get("content-encoding"))
         length = call.headers.get("content-length")
-        body = await read_body(request, length, self.max_body_bytes)
+        hold = partial(self.bodies.hold, call)
+        body = await read_body(request, length, self.max_body_bytes, hold)
         if encoding is None:
             return body
-        return await self.in_worker(http.decompress, body, encoding, self.max_body_bytes)
+        plain = await self.in_worker(http.decompress, body, encoding, self.max_body_bytes)
+        hold(len(plain))
+        return plain
 
     async def in_worker(self, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run CPU work (parsing, tokenising, rendering) on a worker thread."""
@@ -109,16 +118,16 @@ class Service:
         return await self.in_worker(job, *args, **kwargs)
 
     async def answer(
-        self, model: str, samples: Sequence[PreparedSample], call: Call
+        self, model: str, samples: Sequence[PreparedSample], call: Call, *, item: str = "input"
     ) -> list[Result]:
-        """Wait for the results of prepared samples, in order.
+        """Wait for the results of prepared samples, in order; errors call them ``item``.
 
         Raises:
             RowFailed: naming the rows that failed (the first ten).
             Overloaded, DeadlineExceeded, Unavailable: see ``Engine.submit_prepared``.
         """
         outcomes = await self.engines[model].submit_prepared(samples, deadline_s=call.deadline_s)
-        return _all_answered(outcomes)
+        return _all_answered(outcomes, item)
 
 
 def _info(engine: Engine, aliases: tuple[str, ...], created_s: int) -> openai.ModelInfo:
@@ -130,17 +139,18 @@ def _info(engine: Engine, aliases: tuple[str, ...], created_s: int) -> openai.Mo
         max_rows=engine.config.limits.max_rows,
         normalize=spec.normalize,
         created_s=created_s,
+        head=spec.head,
     )
 
 
-def _all_answered(outcomes: Sequence[Result | RowFailed]) -> list[Result]:
+def _all_answered(outcomes: Sequence[Result | RowFailed], item: str) -> list[Result]:
     """Return the results, or raise one 500 that names the rows that failed (the first ten)."""
     failed = [(i, outcome) for i, outcome in enumerate(outcomes) if isinstance(outcome, RowFailed)]
     if failed:
-        named = "; ".join(f"input[{i}]: {error.message}" for i, error in failed[:10])
+        named = "; ".join(f"{item}[{i}]: {error.message}" for i, error in failed[:10])
         more = f"; and {len(failed) - 10} more" if len(failed) > 10 else ""
         raise RowFailed(
             f"{named}{more}; the other rows of this request ran and may be sent again.",
-            param=f"input[{failed[0][0]}]",
+            param=f"{item}[{failed[0][0]}]",
         )
     return [outcome for outcome in outcomes if not isinstance(outcome, RowFailed)]

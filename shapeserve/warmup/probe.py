@@ -6,7 +6,7 @@ eager model gives it alone and unpadded (I4).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import numpy as np
@@ -28,6 +28,7 @@ one unit in the last place is 1e-3 and 8e-3, and flash kernels were seen at 3e-3
 # How often a packed probe batch ends before it is full, so that tails are tested too; arbitrary.
 _TAIL_SHARE = 0.05
 _SMALL = 16  # elements along each axis; arbitrary
+_TYPICAL_ROWS = 8  # whose median says how large logits are; arbitrary
 
 
 class Probe:
@@ -36,6 +37,7 @@ class Probe:
     def __init__(self, spec: ModelSpec, eager: torch.nn.Module, device: torch.device) -> None:
         self._spec = spec
         self._eager = eager
+        self._typical: list[float] | None = None
         self.device = device
         self.rng = np.random.default_rng(0)
 
@@ -131,7 +133,7 @@ class Probe:
             return self.rng.standard_normal(shape).astype(np.float32)
         if spec.dtype == "uint8":
             return self.rng.integers(0, 256, shape, dtype=np.uint8)
-        high = self._spec.vocab_size if spec.name == "input_ids" and self._spec.vocab_size else 2
+        high = spec.below or 2
         ids = self.rng.integers(0, high, shape)
         # The pad id itself is kept out: some encoders derive positions from it.
         return np.where(ids == spec.pad, (int(spec.pad) + 1) % high, ids) if high > 2 else ids
@@ -154,6 +156,21 @@ class Probe:
             ) from error
         return [np.asarray(o[0].detach().double().cpu()) for o in outputs]
 
+    def error(self, got: list[np.ndarray], expected: list[np.ndarray]) -> float:
+        """Norm-wise relative error of a row's answer; see :func:`relative_error`.
+
+        Logits may be anything, 0 among it, so that an error is small or large beside those of
+        other rows, not beside the row's own.
+        """
+        if self._spec.task == "classify" and self._typical is None:
+            sizes = [
+                {a: self.size(a, 1, self._spec.max_length[a]) for a in self._spec.row_axes}
+                for _ in range(_TYPICAL_ROWS)
+            ]
+            norms = [[np.linalg.norm(a) for a in self.answer(self.row(size))] for size in sizes]
+            self._typical = [float(np.median(norm)) for norm in zip(*norms, strict=True)]
+        return relative_error(got, expected, self._typical)
+
     def inputs(self, row: RowArrays) -> list[torch.Tensor]:
         """The model's inputs for ``row`` alone, unpadded."""
         return [self._exact(spec, row) for spec in self._spec.inputs.values()]
@@ -169,15 +186,23 @@ class Probe:
         return torch.as_tensor(row.arrays[spec.name]).to(self.device, dtype).reshape(shape)
 
 
-def relative_error(got: list[np.ndarray], expected: list[np.ndarray]) -> float:
-    """Norm-wise relative error of the worst output; infinite if a value is not finite."""
+def relative_error(
+    got: list[np.ndarray], expected: list[np.ndarray], least: Sequence[float] | None = None
+) -> float:
+    """Norm-wise relative error of the worst output; infinite if a value is not finite.
+
+    Args:
+        got: the outputs.
+        expected: what they should be.
+        least: for each output a norm; the error is relative to this one where it is larger.
+    """
     worst = 0.0
-    for a, b in zip(got, expected, strict=True):
+    for a, b, floor in zip(got, expected, least or [0.0] * len(got), strict=True):
         if a.dtype.kind != "f":
             worst = max(worst, 0.0 if np.array_equal(a, b) else float("inf"))
             continue
         gap = float(np.linalg.norm(a.astype(np.float64) - b))
-        norm = max(float(np.linalg.norm(b)), 1e-12)
+        norm = max(float(np.linalg.norm(b)), floor, 1e-12)
         worst = max(worst, gap / norm if np.isfinite(gap) else float("inf"))
     return worst
 

@@ -14,7 +14,7 @@ from shapeserve.errors import ModelError
 from shapeserve.layout import Forward, Layout, RowArrays
 from shapeserve.metrics import CompilePhase
 from shapeserve.models.spec import ModelSpec
-from shapeserve.warmup.probe import TOLERANCE, Probe, label, relative_error, row_area
+from shapeserve.warmup.probe import TOLERANCE, Probe, label, row_area
 from shapeserve.warmup.progress import WarmupProgress
 
 log = logging.getLogger("shapeserve.warmup")
@@ -75,7 +75,7 @@ def self_test(module: Forward, spec: ModelSpec, grid: Grid, layout: Layout, prob
         layout.poison()
         outputs = layout.bind(module, sizes)(*layout.write(rows, sizes))
         got = layout.read(outputs, rows, sizes).rows()[0][index]
-        error = relative_error(list(got.values()), expected)
+        error = probe.error(list(got.values()), expected)
         if not error <= TOLERANCE[spec.dtype]:
             raise ModelError(_refusal(spec, row, bucket, error))
 
@@ -134,7 +134,7 @@ def _compile(
         return
     program, _ = programs.for_sizes(sizes)
     got = layout.read(run(program), rows, sizes).rows()[0][0]
-    error = relative_error(list(got.values()), probe.answer(rows[0]))
+    error = probe.error(list(got.values()), probe.answer(rows[0]))
     if not error <= TOLERANCE["float32"]:
         log.warning("weight packing changes answers by %.1e; compiling without it", error)
         programs.frozen = False

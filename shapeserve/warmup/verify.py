@@ -22,7 +22,7 @@ from shapeserve.errors import ModelError
 from shapeserve.layout import RowArrays
 from shapeserve.metrics import NO_BUCKET, CaptureOutcome, CompilePhase, Metrics, Tier, VariantState
 from shapeserve.runner import ModelRunner
-from shapeserve.warmup.probe import TOLERANCE, Probe, label, relative_error, row_area
+from shapeserve.warmup.probe import TOLERANCE, Probe, label, row_area
 from shapeserve.warmup.progress import WarmupProgress
 
 log = logging.getLogger("shapeserve.warmup")
@@ -184,7 +184,7 @@ def _problem(
         return _Compiled(f"it compiled during the verify pass: {why}")
     if context.monitor.eager_frames > eager_before:
         return "it ran eager, because torch reached its recompile limit"
-    error = relative_error(list(execution.outputs[index].values()), expected)
+    error = context.probe.error(list(execution.outputs[index].values()), expected)
     tolerance = TOLERANCE[runner.spec.dtype]
     if error <= tolerance:
         return None
@@ -213,7 +213,7 @@ def _verify_fallback(context: WarmupContext) -> None:
         if context.strict or attempt:
             raise ModelError(why)
         log.warning(why)
-    error = relative_error(list(execution.outputs[0].values()), context.probe.answer(row))
+    error = context.probe.error(list(execution.outputs[0].values()), context.probe.answer(row))
     if not error <= tolerance:
         raise ModelError(
             f"the fallback of {runner.spec.name} differs by {error:.2g} from the eager answer at "

@@ -41,6 +41,7 @@ class Embeddings:
         fields = openai.read_object(body)
         model = openai.read_model(fields, self._service.models)
         call.model = model.name
+        openai.check_task(model, "make embeddings", self._service.models)
         parsed = openai.read_embeddings(fields, model)
         engine = self._service.engines[model.name]
         return parsed, engine.prepare(parsed.samples, over_max=parsed.over_max)

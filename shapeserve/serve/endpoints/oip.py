@@ -90,9 +90,8 @@ class OpenInference:
         oip.check_version(name, call.variables.get("version", ""))
         return self._service.engines[info.name]
 
-    @staticmethod
     def _prepare(
-        body: bytes, call: Call, engine: Engine
+        self, body: bytes, call: Call, engine: Engine
     ) -> tuple[HttpRequest, oip.Job, list[PreparedSample]]:
         parsed = oip_http.parse(
             body,
@@ -101,7 +100,10 @@ class OpenInference:
             call.variables.get("version", ""),
         )
         job = oip.read(parsed.infer, engine.spec, max_rows=engine.config.limits.max_rows)
-        return parsed, job, engine.prepare(job.rows, over_max=job.over_max)
+        samples = engine.prepare(job.rows, over_max=job.over_max)
+        sizes = [sample.executed for sample in samples]
+        oip.check_answer(job, sizes, self._service.max_answer_bytes)
+        return parsed, job, samples
 
 
 def reply_rows(results: Sequence[Result]) -> int:
