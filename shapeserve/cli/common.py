@@ -29,6 +29,33 @@ json_option = click.option(
 )
 
 
+def debug_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the switches that keep or print what torch says while it compiles."""
+    keep = click.option(
+        "--compile-debug-dir",
+        metavar="DIR",
+        help="Keep torch's trace (for tlparse) and logs of the compiles in DIR.",
+    )
+    show = click.option(
+        "--log-recompiles",
+        is_flag=True,
+        help="Have torch print every recompile with the guard that failed.",
+    )
+    return keep(show(command))
+
+
+def with_debug(config: ServeConfig, debug_dir: str | None, log_recompiles: bool) -> ServeConfig:
+    """Return ``config`` with these switches on for every model."""
+    changed: dict[str, Any] = {"log_recompiles": True} if log_recompiles else {}
+    if debug_dir is not None:
+        changed["debug_dir"] = str(Path(debug_dir).resolve())
+    models = tuple(
+        m.model_copy(update={"compile": m.compile.model_copy(update=changed)})
+        for m in config.models
+    )
+    return config.model_copy(update={"models": models})
+
+
 def load_config(config_path: str | None, model: str | None, name: str | None = None) -> ServeConfig:
     """Read the configuration that a command was given in one of its two ways.
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from shapeserve.buckets import BATCH, TOKENS, Bucket, Grid, RowKey
-from shapeserve.compile.breaks import since, snapshot
 from shapeserve.compile.monitor import CompileMonitor
 from shapeserve.compile.variants import Programs, single_pays
 from shapeserve.errors import ModelError
@@ -125,10 +124,8 @@ def _compile(
     def run(program: Forward) -> tuple[torch.Tensor, ...]:
         return layout.bind(program, sizes)(*inputs)
 
-    breaks = snapshot()
     build(run)
-    monitor.count_breaks(since(breaks))
-    if not monitor.collect(CompilePhase.WARMUP):
+    if not monitor.collect(CompilePhase.WARMUP, label(sizes)):
         raise ModelError(
             "torch.compile compiled nothing: it is switched off in this process; unset "
             "TORCHDYNAMO_DISABLE, or set `compile.tier: eager`"
@@ -142,7 +139,7 @@ def _compile(
         log.warning("weight packing changes answers by %.1e; compiling without it", error)
         programs.frozen = False
         build(run)
-        monitor.collect(CompilePhase.WARMUP)
+        monitor.collect(CompilePhase.WARMUP, label(sizes))
 
 
 def compile_sizes(spec: ModelSpec, grid: Grid) -> dict[str, int]:
