@@ -68,8 +68,9 @@ def compiled(
     backend: str,
     monitor: CompileMonitor,
     fullgraph: bool = True,
+    dynamic: bool = True,
 ) -> Program:
-    """Wrap ``module`` as a dynamic-shape program with a code object of its own.
+    """Wrap ``module`` as a program with a code object of its own: of any shape if ``dynamic``.
 
     The code object is copied because Dynamo keeps its cache entries, and counts its
     ``recompile_limit`` of 8, on it: programs that shared one would push each other into eager
@@ -94,7 +95,7 @@ def compiled(
     run: Forward = torch.compile(
         own,
         backend=monitor.counting(compiler_backend(backend), f"shapeserve_{backend}"),
-        dynamic=True,
+        dynamic=dynamic,
         fullgraph=fullgraph,
         options={"guard_filter_fn": keep} if keep else None,
     )

@@ -7,6 +7,7 @@ is built only where padding one row to two is measured to cost more than it save
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -89,8 +90,20 @@ class Programs:
         self._backend = backend
         self._monitor = monitor
         self._module = module
+        self._dynamic = True
         self._many: Program | None = None
         self._single: Program | None = None
+
+    def specialized(self, monitor: CompileMonitor) -> Programs:
+        """The same module with programs for exactly the sizes of their first call, none yet.
+
+        Args:
+            monitor: counts their compiles.
+        """
+        twin = copy.copy(self)
+        twin._dynamic, twin._monitor = False, monitor
+        twin._many = twin._single = None
+        return twin
 
     @property
     def min_batch(self) -> int:
@@ -124,7 +137,12 @@ class Programs:
 
     def _wrapped(self, name: str, *, fullgraph: bool = True) -> Program:
         return compiled(
-            self._module, name, backend=self._backend, monitor=self._monitor, fullgraph=fullgraph
+            self._module,
+            name,
+            backend=self._backend,
+            monitor=self._monitor,
+            fullgraph=fullgraph,
+            dynamic=self._dynamic,
         )
 
     def _or_eager(self, program: Program) -> Forward:
