@@ -1,4 +1,4 @@
-"""The command line: ``shapeserve serve | config | plan``.
+"""The command line: ``shapeserve serve | config | plan | evaluate``.
 
 Exit code 0: done. 1: it failed. 2: bad usage or input. Errors are one message on stderr.
 """
@@ -11,6 +11,7 @@ import click
 
 from shapeserve import __version__
 from shapeserve.cli.config import config_command
+from shapeserve.cli.evaluate import evaluate_command
 from shapeserve.cli.plan import plan_command
 from shapeserve.cli.serve import serve_command
 from shapeserve.errors import ConfigError, ShapeServeError
@@ -35,7 +36,7 @@ class _Group(click.Group):
 
 @click.group(
     cls=_Group,
-    commands=[serve_command, config_command, plan_command],
+    commands=[serve_command, config_command, plan_command, evaluate_command],
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(__version__, prog_name="shapeserve")
@@ -45,6 +46,7 @@ def main() -> None:
     \b
     Examples:
       shapeserve plan --model ./all-MiniLM-L6-v2      what would be built, and why
+      shapeserve evaluate --model ./all-MiniLM-L6-v2  is it compiled, and is it worth it
       shapeserve serve --model ./all-MiniLM-L6-v2     serve it until Ctrl-C
       shapeserve config service.yaml                  every value, defaults included
     """

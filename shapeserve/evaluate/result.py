@@ -73,7 +73,7 @@ class Numerics:
 
 @dataclass(frozen=True, slots=True)
 class KernelAccount:
-    """What the profiler saw of one call, on average.
+    """What the profiler saw of one call, the fastest of some.
 
     Attributes:
         platform: ``cuda``: kernels of the GPU. ``cpu``: operators that Python calls, views and
@@ -90,14 +90,14 @@ class KernelAccount:
     """
 
     platform: str
-    kernels: float
+    kernels: int
     busy_s: float
     gap_s: float
-    generated: Mapping[str, float] = field(default_factory=dict)
-    longest: tuple[tuple[str, float, float], ...] = ()
+    generated: Mapping[str, int] = field(default_factory=dict)
+    longest: tuple[tuple[str, int, float], ...] = ()
     peak_bytes: int | None = None
-    copied_bytes: float | None = None
-    launches: float | None = None
+    copied_bytes: int | None = None
+    launches: int | None = None
 
     @property
     def launch_s(self) -> float:
@@ -159,12 +159,15 @@ class Start:
 
     Attributes:
         seconds: until it was.
+        once_s: before that, what the first compile of a process costs whatever it compiles: torch
+            loads its compiler.
         programs: what was compiled -> its cost.
         capture_s: label of a bucket -> seconds of its capture.
         graph_bytes: memory of all captures.
     """
 
     seconds: float
+    once_s: float = 0.0
     programs: Mapping[str, CompileCost] = field(default_factory=dict)
     capture_s: Mapping[str, float] = field(default_factory=dict)
     graph_bytes: int = 0

@@ -17,11 +17,12 @@ from shapeserve import __version__
 from shapeserve.buckets import Bucket
 from shapeserve.config import ModelConfig
 from shapeserve.engine import Engine
-from shapeserve.engine.build import device_kind
+from shapeserve.engine.build import device_kind, pick_device
 from shapeserve.errors import ShapeServeError
 from shapeserve.evaluate.choice import SAMPLED, choose, traffic
 from shapeserve.evaluate.latency import FirstCall, Latency
 from shapeserve.evaluate.module import ModuleBench, recompiles_total, said
+from shapeserve.evaluate.profile import wake_profiler
 from shapeserve.evaluate.reference import Case, Reference
 from shapeserve.evaluate.result import (
     Arm,
@@ -32,7 +33,7 @@ from shapeserve.evaluate.result import (
     Scope,
     Start,
 )
-from shapeserve.evaluate.start import StartLog
+from shapeserve.evaluate.start import StartLog, first_compile_s
 from shapeserve.evaluate.timing import Timing, graph_break_s, time_calls, timed
 from shapeserve.expect import expect
 from shapeserve.metrics import Metrics, Mode, Tier
@@ -98,7 +99,13 @@ class _Session:
         self._total = self._done = 0
 
     def run(self) -> Evaluation:
-        engine, start = self._engine(self._config)
+        wake_profiler()
+        once_s = 0.0
+        if not self._is_eager:
+            self._report(0, 0, "loading torch's compiler")
+            backend = self._config.compile.backend
+            once_s = first_compile_s(backend, pick_device(self._config.device))
+        engine, start = self._engine(self._config, once_s)
         with engine:
             buckets = choose(engine.grid, self._options.grid)
             # The cases; module and request of each; the other engine and its requests.
@@ -124,12 +131,12 @@ class _Session:
         self._report(self._done, self._total, what)
         self._done += 1
 
-    def _engine(self, config: ModelConfig) -> tuple[Engine, Start]:
+    def _engine(self, config: ModelConfig, once_s: float = 0.0) -> tuple[Engine, Start]:
         metrics = Metrics()
         cpu = device_kind(config.device) == "cpu"
         log = StartLog(metrics, partial(self._starting, config.compile.tier), mark_kernels=cpu)
         engine = Engine(config, metrics=metrics, on_progress=log).start()
-        return engine, log.finish(engine.runner.variants.graph_bytes)
+        return engine, log.finish(engine.runner.variants.graph_bytes, once_s)
 
     def _starting(self, tier: str, step: WarmupProgress) -> None:
         self._report(self._done, self._total, f"start ({tier}): {step.stage} {step.detail}".strip())
@@ -182,8 +189,9 @@ class _Session:
         seconds, failed = time_calls({"request": call}, cpu, self._options.timing)
         for error in failed.values():
             raise error
-        includes = f"the start of the engine ({start.seconds:.1f} s) and the first request"
-        first = FirstCall(start.seconds + first_s, includes)
+        start_s = start.once_s + start.seconds
+        includes = f"the start of the engine ({start_s:.1f} s) and the first request"
+        first = FirstCall(start_s + first_s, includes)
         return replace(
             row,
             latency=Latency(first, tuple(seconds["request"])),

@@ -6,12 +6,29 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import torch._inductor.config as inductor_config
 import torch._inductor.metrics as inductor_metrics
 
 from shapeserve.evaluate.result import CompileCost, Start
 from shapeserve.metrics import Metrics
 from shapeserve.warmup import WarmupProgress
+
+
+@torch.no_grad()
+def first_compile_s(backend: str, device: torch.device) -> float:
+    """Compile next to nothing: whatever is compiled first pays for loading torch's compiler.
+
+    Without this the shared program would pay, and each specialised one after it would look cheap.
+    """
+    began = time.perf_counter()
+    # With dynamic shapes, because those load a library of their own (sympy).
+    torch.compile(_next, backend=backend, dynamic=True)(torch.zeros(3, device=device))
+    return time.perf_counter() - began
+
+
+def _next(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +118,16 @@ class StartLog:
         self._report(step)
         self._open = (step, time.perf_counter(), Counts.now(self._metrics))
 
-    def finish(self, graph_bytes: int) -> Start:
-        """Return what was noted; to be called when the engine is ready."""
+    def finish(self, graph_bytes: int, once_s: float) -> Start:
+        """Return what was noted; to be called when the engine is ready.
+
+        Args:
+            graph_bytes: memory of its captures.
+            once_s: of :func:`first_compile_s`.
+        """
         seconds = time.perf_counter() - self._began
         self._close()
-        return Start(seconds, self._programs, self._capture_s, graph_bytes)
+        return Start(seconds, once_s, self._programs, self._capture_s, graph_bytes)
 
     def _close(self) -> None:
         if self._open is None:
