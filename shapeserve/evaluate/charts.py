@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import plotly.graph_objects as go
 
 from shapeserve.evaluate.account import Account
 from shapeserve.evaluate.amortize import net_gain_s
+from shapeserve.evaluate.latency import Latency
 from shapeserve.evaluate.result import Arm, Evaluation, Scope
 
 # Okabe and Ito's colours, which colour-blind readers tell apart.
@@ -40,42 +41,42 @@ def figures(found: Evaluation, sums: Account) -> Iterator[Any]:
 
 
 def _latencies(found: Evaluation, scope: Scope, title: str) -> Any:
+    """Points, not bars: a logarithmic axis has no 0 for bars to stand on."""
     figure = _figure(title, "milliseconds")
-    for arm in _arms(found, scope):
-        took = {b: found.latency(b, arm, scope) for b in found.buckets}
-        there = {b: latency for b, latency in took.items() if latency is not None}
-        figure.add_bar(
+    for arm, there in _measured(found, scope):
+        medians = [latency.median_s * 1e3 for latency in there.values()]
+        beyond = [(t.p99_s - t.median_s) * 1e3 for t in there.values()]
+        none = [0.0] * len(there)
+        figure.add_scatter(
             name=arm.value,
             x=[*there],
-            y=[latency.median_s * 1e3 for latency in there.values()],
-            error_y={
-                "array": [(t.p99_s - t.median_s) * 1e3 for t in there.values()],
-                "symmetric": False,
-                "arrayminus": [0.0] * len(there),
-            },
-            marker_color=_COLOUR[arm],
+            y=medians,
+            error_y={"array": beyond, "arrayminus": none, "symmetric": False},
+            mode="markers",
+            marker={"color": _COLOUR[arm], "size": 10},
         )
     figure.update_yaxes(type="log")
+    figure.update_layout(scattermode="group", scattergap=0.5)
     return figure
 
 
 def _first_calls(found: Evaluation) -> Any:
-    """Bars of the first call, points of the later ones."""
-    figure = _figure("The first call of the module (bar) and the later ones (line)", "seconds")
-    for arm in _arms(found, Scope.MODULE):
-        took = {b: found.latency(b, arm, Scope.MODULE) for b in found.buckets}
-        there = {b: latency for b, latency in took.items() if latency is not None}
-        firsts = [latency.first.seconds for latency in there.values()]
-        colour = _COLOUR[arm]
-        figure.add_bar(name=f"{arm} first", x=[*there], y=firsts, marker_color=colour)
-        figure.add_scatter(
-            name=f"{arm} later",
-            x=[*there],
-            y=[latency.median_s for latency in there.values()],
-            mode="lines+markers",
-            line_color=colour,
-        )
+    figure = _figure("The first call of the module (diamond) and the later ones", "seconds")
+    for arm, there in _measured(found, Scope.MODULE):
+        for name, symbol, seconds in (
+            ("first", "diamond", [latency.first.seconds for latency in there.values()]),
+            ("later", "circle-open", [latency.median_s for latency in there.values()]),
+        ):
+            figure.add_scatter(
+                name=f"{arm} {name}",
+                x=[*there],
+                y=seconds,
+                mode="markers",
+                offsetgroup=arm.value,
+                marker={"color": _COLOUR[arm], "size": 10, "symbol": symbol},
+            )
     figure.update_yaxes(type="log")
+    figure.update_layout(scattermode="group", scattergap=0.5)
     return figure
 
 
@@ -130,9 +131,13 @@ def _launches(found: Evaluation, sums: Account) -> Any:
     return figure
 
 
-def _arms(found: Evaluation, scope: Scope) -> Sequence[Arm]:
-    there = {row.arm for row in found.rows if row.scope is scope and row.latency is not None}
-    return [arm for arm in Arm if arm in there]
+def _measured(found: Evaluation, scope: Scope) -> Iterator[tuple[Arm, dict[str, Latency]]]:
+    """Yield each way to run with its latencies by bucket, if there are any."""
+    for arm in Arm:
+        took = {bucket: found.latency(bucket, arm, scope) for bucket in found.buckets}
+        there = {bucket: latency for bucket, latency in took.items() if latency is not None}
+        if there:
+            yield arm, there
 
 
 def _figure(title: str, y: str, x: str = "") -> Any:

@@ -18,8 +18,8 @@ body { font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 1100px; 
 h1 { font-size: 1.6rem; } h2 { margin-top: 2.5rem; border-bottom: 1px solid #ccc; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px; }
 th, td { padding: 3px 10px; text-align: right; border-bottom: 1px solid #e5e5e5; }
-th { text-align: right; background: #f5f5f5; } td.word, th.word { text-align: left; }
-td.bad { color: #a40000; text-align: left; } .scroll { overflow-x: auto; } .dim { color: #555; }
+th { background: #f5f5f5; } td.word, th.word { text-align: left; }
+td.bad { color: #a40000; } .scroll { overflow-x: auto; } .dim { color: #555; }
 """
 
 
@@ -106,20 +106,26 @@ def _list(lines: Iterable[str]) -> str:
     return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
 
 
-def _table(words: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table whose first columns hold words, the others numbers."""
-    head = "".join(f'<th class="word">{escape(w)}</th>' for w in words)
-    head += "".join(f"<th>{escape(n)}</th>" for n in numbers)
+def _table(
+    words: Sequence[str],
+    numbers: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    remarks: Sequence[str] = (),
+) -> str:
+    """A table with columns of words, of numbers, and of words again.
+
+    A row that ends early ends in words, over what is left of it: what went wrong.
+    """
+    kinds = ["word"] * len(words) + ["number"] * len(numbers) + ["word"] * len(remarks)
+    names = (*words, *numbers, *remarks)
+    head = "".join(f'<th class="{k}">{escape(n)}</th>' for k, n in zip(kinds, names, strict=True))
     body = ""
     for row in rows:
-        body += "<tr>"
-        for i, cell in enumerate(row):
-            kind = ' class="word"' if i < len(words) else ""
-            # A row that ends early ends in words: what went wrong.
-            if len(row) < len(words) + len(numbers) and i == len(row) - 1:
-                kind = f' class="bad" colspan="{len(words) + len(numbers) - i}"'
-            body += f"<td{kind}>{escape(cell)}</td>"
-        body += "</tr>"
+        cells = [f'<td class="{k}">{escape(c)}</td>' for k, c in zip(kinds, row, strict=False)]
+        if len(row) < len(kinds):
+            span = len(kinds) - len(row) + 1
+            cells[-1] = f'<td class="word bad" colspan="{span}">{escape(row[-1])}</td>'
+        body += f"<tr>{''.join(cells)}</tr>"
     return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
 
 
@@ -154,8 +160,9 @@ def _cost(cost: CompileCost) -> list[str]:
 
 def _latency_table(found: Evaluation) -> str:
     words = ("bucket", "scope", "run")
-    numbers = ("first call s", "median ms", "p99 ms", "calls", "recompiles", "includes")
-    return _table(words, numbers, map(_latency_cells, found.rows))
+    numbers = ("first call s", "median ms", "p99 ms", "calls", "recompiles")
+    remarks = ("the first call includes",)
+    return _table(words, numbers, map(_latency_cells, found.rows), remarks)
 
 
 def _latency_cells(row: Row) -> list[str]:
