@@ -68,7 +68,7 @@ class Account:
         dynamic: one program for all buckets.
         special: one for each of them.
         fusion: label of a bucket -> launches of a call, eager and served.
-        breaks: of the programs, and their cost.
+        breaks: of a call, and their cost; None where that could not be timed.
         padding: against recompiles; None without recorded rows.
     """
 
@@ -78,7 +78,7 @@ class Account:
     dynamic: Strategy | None
     special: Strategy | None
     fusion: Mapping[str, Fusion]
-    breaks: BreakCost
+    breaks: BreakCost | None
     padding: Padding | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -93,11 +93,7 @@ class Account:
                 str(calls): [shape.name for shape in self.worth(calls)] for calls in HORIZONS
             },
             "fusion": {label: _fusion_dict(fusion) for label, fusion in self.fusion.items()},
-            "graph_breaks": {
-                **asdict(self.breaks),
-                "call_s": self.breaks.call_s,
-                "million_calls_s": self.breaks.million_calls_s,
-            },
+            "graph_breaks": _breaks_dict(self.breaks) if self.breaks else None,
             "padding": _padding_dict(self.padding) if self.padding else None,
         }
 
@@ -128,7 +124,7 @@ def account(found: Evaluation) -> Account:
         dynamic=one_dynamic(shapes, cold_s) if shapes else None,
         special=specialize_all(shapes) if shapes else None,
         fusion=_fusions(found, serving),
-        breaks=BreakCost(sum(cost.graph_breaks for cost in programs.values()), found.graph_break_s),
+        breaks=_breaks(found),
         padding=_padding(found, serving, shapes, cold_s),
     )
 
@@ -201,6 +197,14 @@ def _launches(kernels: KernelAccount) -> Launches:
     return Launches(kernels.kernels, kernels.busy_s, kernels.launch_s)
 
 
+def _breaks(found: Evaluation) -> BreakCost | None:
+    """Of the program that has most of them: a call runs one program."""
+    if found.graph_break_s is None:
+        return None
+    most = max((cost.graph_breaks for cost in found.start.programs.values()), default=0)
+    return BreakCost(most, found.graph_break_s)
+
+
 def _padding(
     found: Evaluation, serving: Arm, shapes: tuple[Shape, ...], cold_s: float
 ) -> Padding | None:
@@ -215,6 +219,14 @@ def _padding(
         programs=len(found.start.programs),
         programs_s=cold_s,
     )
+
+
+def _breaks_dict(breaks: BreakCost) -> dict[str, Any]:
+    return {
+        **asdict(breaks),
+        "call_s": breaks.call_s,
+        "million_calls_s": breaks.million_calls_s,
+    }
 
 
 def _shape_dict(shape: Shape) -> dict[str, Any]:

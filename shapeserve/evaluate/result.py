@@ -203,7 +203,7 @@ class Evaluation:
         eager_start: of the engine that runs the eager module; None if it failed.
         rows: by bucket, then scope, then arm.
         traffic: shares of the buckets.
-        graph_break_s: what one graph break costs a call on this machine.
+        graph_break_s: what one graph break costs a call on this machine; None if not known.
     """
 
     model: str
@@ -214,7 +214,7 @@ class Evaluation:
     eager_start: Start | None
     rows: tuple[Row, ...]
     traffic: Traffic
-    graph_break_s: float
+    graph_break_s: float | None
 
     @property
     def errors(self) -> tuple[Row, ...]:

@@ -40,6 +40,8 @@ from shapeserve.metrics import Metrics, Mode, Tier
 from shapeserve.traces import Shapes
 from shapeserve.warmup import WarmupProgress
 
+log = logging.getLogger("shapeserve.evaluate")
+
 # Inductor counts bytes only if this logger would say so; nothing is printed by it.
 _BYTES_LOGGER = "torch._inductor.compile_fx.__inductor_metrics"
 
@@ -121,7 +123,7 @@ class _Session:
         order = {label: i for i, label in enumerate(found.buckets)}
         rows.sort(key=lambda r: (order[r.bucket], [*Scope].index(r.scope), [*Arm].index(r.arm)))
         # Last, because its own graph breaks are no model's.
-        return replace(found, rows=tuple(rows), graph_break_s=graph_break_s())
+        return replace(found, rows=tuple(rows), graph_break_s=_graph_break_s())
 
     @property
     def _is_eager(self) -> bool:
@@ -231,8 +233,16 @@ class _Session:
             eager_start=start if self._is_eager else None,
             rows=(),
             traffic=traffic(buckets, expected, len(recorded.rows) if recorded else None),
-            graph_break_s=0.0,
+            graph_break_s=None,
         )
+
+
+def _graph_break_s() -> float | None:
+    try:
+        return graph_break_s()
+    except Exception as error:  # what a break costs is not worth losing the rest
+        log.warning("a graph break cannot be timed: %s", said(error))
+        return None
 
 
 def _serving_arm(engine: Engine) -> Arm:

@@ -74,11 +74,11 @@ def _fusion(sums: Account) -> Iterator[str]:
 
 
 def _rest(sums: Account) -> Iterator[str]:
-    breaks = sums.breaks
-    yield (
-        f"{breaks.breaks} graph breaks x {breaks.one_s * 1e6:.1f} us (measured here) = "
-        f"{breaks.call_s * 1e6:.0f} us a call, {breaks.million_calls_s:.0f} s over a million."
-    )
+    if (breaks := sums.breaks) is not None:
+        yield (
+            f"{breaks.breaks} graph breaks x {breaks.one_s * 1e6:.1f} us (measured here) = "
+            f"{breaks.call_s * 1e6:.0f} us a call, {breaks.million_calls_s:.0f} s over a million."
+        )
     if sums.padding is not None:
         yield _padding(sums.padding)
 
