@@ -42,7 +42,9 @@ def run(*arguments: str | Path) -> Result:
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
-@pytest.mark.parametrize("command", [(), ("serve",), ("config",), ("plan",)], ids=str)
+@pytest.mark.parametrize(
+    "command", [(), ("serve",), ("config",), ("plan",), ("evaluate",)], ids=str
+)
 def test_help_has_examples(command: tuple[str, ...]) -> None:
     result = run(*command, "--help")
     assert result.exit_code == 0

@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 import torch
+import torch._inductor.config as inductor_config
 import torch._inductor.utils as inductor_utils
 
 from shapeserve import __version__
@@ -82,13 +83,14 @@ def evaluate(config: ModelConfig, options: Options, report: Report) -> Evaluatio
         ModelError: the engine does not start.
     """
     logger = logging.getLogger(_BYTES_LOGGER)
-    level = logger.level
+    level, marks = logger.level, inductor_config.cpp.enable_kernel_profile
     logger.setLevel(logging.INFO)
     try:
         with inductor_utils.fresh_cache():
             return _Session(config, options, report).run()
     finally:
         logger.setLevel(level)
+        inductor_config.cpp.enable_kernel_profile = marks  # before torch 2.13 it is of the process
 
 
 class _Session:
