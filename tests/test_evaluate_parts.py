@@ -316,6 +316,7 @@ def test_the_sentences_say_the_numbers() -> None:
     said = "\n".join(sentences(found, account(found)))
     assert "70.000 ms instead of 100.000 ms for 12.0 s once; paid back after 400 calls" in said
     assert "Specialising batch=1,seq=8: 65.000 ms instead of 70.000 ms" in said
+    assert "8.0 s cold (all 12 buckets of the grid: about 48 s)" in said
     assert "10 kernels, 0.080 ms busy and 0.050 ms between them -> 2, 0.070 ms and 0.010" in said
     assert "4 graph breaks x 20.0 us (measured here) = 80 us a call, 80 s over a million" in said
     assert "Padding: 10.0% of the elements" in said

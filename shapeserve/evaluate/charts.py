@@ -111,7 +111,7 @@ def _strategies(sums: Account) -> Any:
 
 
 def _launches(found: Evaluation, sums: Account) -> Any:
-    figure = _figure("Kernels of a call, and the time between them", "milliseconds")
+    figure = _figure("Kernels of a call and the time between them", "% of the eager call")
     labels: list[str] = []
     runs: list[str] = []
     busy: list[float] = []
@@ -121,8 +121,8 @@ def _launches(found: Evaluation, sums: Account) -> Any:
         for run, launches in (("eager", fusion.before), (sums.serving.value, fusion.after)):
             labels.append(label)
             runs.append(run)
-            busy.append(launches.busy_s * 1e3)
-            gaps.append(launches.overhead_s * 1e3)
+            busy.append(100 * launches.busy_s / fusion.before.total_s)
+            gaps.append(100 * launches.overhead_s / fusion.before.total_s)
             texts.append(f"{launches.kernels} kernels")
     x = [labels, runs]
     figure.add_bar(name="busy", x=x, y=busy, text=texts, marker_color=_COLOUR[Arm.COMPILED])

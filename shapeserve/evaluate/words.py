@@ -11,7 +11,13 @@ from shapeserve.evaluate.result import Arm, Evaluation
 
 def sentences(found: Evaluation, sums: Account) -> list[str]:
     """Return what the numbers add up to, and what they rest on."""
-    return [*_mix(found), *_compiling(sums), *_specializing(sums), *_fusion(sums), *_rest(sums)]
+    return [
+        *_mix(found),
+        *_compiling(sums),
+        *_specializing(found, sums),
+        *_fusion(sums),
+        *_rest(sums),
+    ]
 
 
 def _mix(found: Evaluation) -> Iterator[str]:
@@ -39,7 +45,7 @@ def _earned(gain: Gain) -> str:
     return f"paid back after {calls:,} calls ({net})."
 
 
-def _specializing(sums: Account) -> Iterator[str]:
+def _specializing(found: Evaluation, sums: Account) -> Iterator[str]:
     for shape in sums.shapes:
         took = (
             f"{_ms(shape.specialized_s)} instead of {_ms(shape.dynamic_s)} for "
@@ -50,10 +56,12 @@ def _specializing(sums: Account) -> Iterator[str]:
         yield f"Specialising {shape.name}: {took}: {paid}."
     if sums.dynamic is not None and sums.special is not None:
         start = sums.specialize_all_from
+        whole_s = sums.special.cold_s / len(sums.shapes) * found.grid_buckets
         yield (
-            f"{sums.special.name}: {sums.special.cold_s:.1f} s cold, {_ms(sums.special.call_s)} a "
-            f"call; {sums.dynamic.name}: {sums.dynamic.cold_s:.1f} s cold, "
-            f"{_ms(sums.dynamic.call_s)} a call. "
+            f"{sums.special.name}: {sums.special.cold_s:.1f} s cold (all {found.grid_buckets} "
+            f"buckets of the grid: about {whole_s:.0f} s), {_ms(sums.special.call_s)} a call; "
+            f"{sums.dynamic.name}: {sums.dynamic.cold_s:.1f} s cold, {_ms(sums.dynamic.call_s)} a "
+            "call. "
             + (
                 "The dynamic one is never the dearer."
                 if start is None
