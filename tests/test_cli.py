@@ -42,7 +42,7 @@ def run(*arguments: str | Path) -> Result:
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
-@pytest.mark.parametrize("command", [(), ("serve",), ("config",), ("plan",), ("explain",)], ids=str)
+@pytest.mark.parametrize("command", [(), *((name,) for name in main.commands)], ids=str)
 def test_help_has_examples(command: tuple[str, ...]) -> None:
     result = run(*command, "--help")
     assert result.exit_code == 0

@@ -125,6 +125,25 @@ def test_i2_two_compiles_serve_every_shape(shapes: list[tuple[int, int]]) -> Non
     assert count(monitor, "recompiles_total") == 0
 
 
+def test_specialised_programs_are_static_and_leave_the_shared_ones_alone(
+    module: torch.nn.Module,
+) -> None:
+    shared, own = monitor_of("shared"), monitor_of("own")
+    with torch.no_grad():
+        programs = warm_programs(module, shared)
+        shared.collect(CompilePhase.WARMUP)
+        special = programs.specialized(own)
+        assert special.for_sizes({"batch": 2, "seq": 8})[1] is Tier.EAGER  # none is made yet
+        special.compile_many(lambda program: program(ids(2, 8)))
+        run, _ = special.for_sizes({"batch": 2, "seq": 8})
+        assert torch.equal(run(ids(2, 8))[0], module(ids(2, 8))[0])
+        assert len(own.collect(CompilePhase.WARMUP)) == 1
+        run(ids(3, 9))  # another shape: compiled anew, unlike by a dynamic program
+        assert len(own.collect(CompilePhase.WARMUP)) == 1
+        programs.for_sizes({"batch": 2, "seq": 8})[0](ids(2, 8))
+        assert shared.collect(CompilePhase.REQUEST) == ()
+
+
 def test_a_row_axis_of_size_one_runs_eagerly_instead_of_a_third_compile(
     module: torch.nn.Module,
 ) -> None:

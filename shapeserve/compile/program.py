@@ -77,8 +77,9 @@ def compiled(
     monitor: CompileMonitor,
     fullgraph: bool = True,
     decompositions: Table | None = None,
+    dynamic: bool = True,
 ) -> Program:
-    """Wrap ``module`` as a dynamic-shape program with a code object of its own.
+    """Wrap ``module`` as a program with a code object of its own: of any shape if ``dynamic``.
 
     The code object is copied because Dynamo keeps its cache entries, and counts its
     ``recompile_limit`` of 8, on it: programs that shared one would push each other into eager
@@ -109,7 +110,7 @@ def compiled(
         backend=monitor.counting(
             compiler_backend(backend, decompositions), f"shapeserve_{backend}"
         ),
-        dynamic=True,
+        dynamic=dynamic,
         fullgraph=fullgraph,
         options={"guard_filter_fn": keep} if keep else None,
     )

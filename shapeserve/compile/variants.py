@@ -7,6 +7,7 @@ is built only where padding one row to two is measured to cost more than it save
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -97,8 +98,20 @@ class Programs:
         self._one_graph = one_graph
         self._decompositions = decompositions
         self._module = module
+        self._dynamic = True
         self._many: Program | None = None
         self._single: Program | None = None
+
+    def specialized(self, monitor: CompileMonitor) -> Programs:
+        """The same module with programs for exactly the sizes of their first call, none yet.
+
+        Args:
+            monitor: counts their compiles.
+        """
+        twin = copy.copy(self)
+        twin._dynamic, twin._monitor = False, monitor
+        twin._many = twin._single = None
+        return twin
 
     @property
     def min_batch(self) -> int:
@@ -145,6 +158,7 @@ class Programs:
             monitor=self._monitor,
             fullgraph=fullgraph,
             decompositions=self._decompositions,
+            dynamic=self._dynamic,
         )
 
     def _or_eager(self, program: Program) -> Forward:

@@ -43,16 +43,16 @@ def build_programs(
     sizes = compile_sizes(spec, grid)
     if BATCH not in grid.axes:
         yield WarmupProgress("compile", 0, total, "program for packed rows")
-        _compile(programs, layout, probe, sizes, monitor)
+        compile_program(programs, layout, probe, sizes, monitor)
         return
     batches = {bucket.size(BATCH) for bucket in grid.buckets}
     row = {axis: size for axis, size in sizes.items() if axis != BATCH}
     if 1 in batches and (batches == {1} or _single_pays(programs, layout, probe, row)):
         yield WarmupProgress("compile", 0, total, "program for one row")
-        _compile(programs, layout, probe, {BATCH: 1, **row}, monitor)
+        compile_program(programs, layout, probe, {BATCH: 1, **row}, monitor)
     if batches != {1}:
         yield WarmupProgress("compile", 0, total, "program for two rows and more")
-        _compile(programs, layout, probe, sizes, monitor)
+        compile_program(programs, layout, probe, sizes, monitor)
 
 
 def self_test(module: Forward, spec: ModelSpec, grid: Grid, layout: Layout, probe: Probe) -> None:
@@ -109,7 +109,7 @@ def _self_test_buckets(grid: Grid) -> list[Bucket]:
     ]
 
 
-def _compile(
+def compile_program(
     programs: Programs,
     layout: Layout,
     probe: Probe,
