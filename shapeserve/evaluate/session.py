@@ -18,7 +18,7 @@ from shapeserve import __version__
 from shapeserve.buckets import Bucket
 from shapeserve.config import ModelConfig
 from shapeserve.engine import Engine
-from shapeserve.engine.build import device_kind, pick_device
+from shapeserve.engine.modules import device_kind, pick_device
 from shapeserve.errors import ShapeServeError
 from shapeserve.evaluate.choice import SAMPLED, choose, traffic
 from shapeserve.evaluate.latency import FirstCall, Latency
