@@ -363,13 +363,18 @@ class Batcher:
             return
         retry_after_s = self._drain_rate.seconds_for(over_rows, over_tokens)
         what, used, bound, code = (
-            (f"{rows} rows", self._rows, self._max_rows, "queue_full")
+            (f"{rows} rows", self._rows, f"{self._max_rows} (limits.max_queue_rows)", "queue_full")
             if over_rows > 0
-            else (f"{tokens} padded elements", self._tokens, self._max_tokens, "queue_tokens")
+            else (
+                f"{tokens} padded elements",
+                self._tokens,
+                f"{self._max_tokens} (limits.max_queue_tokens)",
+                "queue_tokens",
+            )
         )
         raise Overloaded(
             f"the queue is full: {used} of {bound} are waiting and this request adds {what}; "
-            f"retry in {retry_after_s:.0f} s",
+            f"retry in {math.ceil(retry_after_s)} s",
             code=code,
             retry_after_s=retry_after_s,
         )

@@ -19,6 +19,11 @@ from shapeserve.metrics import FallbackReason
 Action = Literal["bucket", "fallback", "truncate", "split", "reject"]
 
 _DEFAULT_RULES = RareShape()
+ASK_TO_CUT = (
+    "send `over_max: truncate` (one of the `parameters` of the request in the Open Inference "
+    "Protocol)"
+)
+"""What to do about a long row, in every protocol."""
 # Without rounding, each length would be a shape of its own and no two fallback rows would ever
 # share a batch.
 DEFAULT_FALLBACK_ALIGN: Mapping[str, int] = {"seq": 8}
@@ -199,6 +204,5 @@ def _checked(over_max: str | None) -> OverMax | None:
 
 def _too_long(axis: str, size: int, limit: int) -> str:
     return (
-        f"{axis}={size} is too long, at most {limit} is accepted; shorten the input or ask for "
-        "truncation"
+        f"{axis}={size} is too long, at most {limit} is accepted; shorten the input or {ASK_TO_CUT}"
     )

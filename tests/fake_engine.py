@@ -64,6 +64,7 @@ class FakeEngine:
         self.progress = WarmupProgress("load", 0, 3)
         self.ready = False
         self.cancelled = 0
+        self.prepared: list[int] = []  # samples of each call
         self.waiting = 0
         self.grid = Grid(("batch", "seq"), [BUCKET])
         self._dead = ""
@@ -119,10 +120,14 @@ class FakeEngine:
         if self._dead:
             raise Unavailable(self._dead)
 
-    def prepare(self, samples: list[Any], *, over_max: str | None = None) -> list[Any]:
+    def prepare(
+        self, samples: list[Any], *, item: str = "input", start: int = 0, **_: Any
+    ) -> list[Any]:
+        self.prepared.append(len(samples))
         blank = [i for i, s in enumerate(samples) if isinstance(s, str) and not s.strip()]
         if blank:
-            raise InvalidRequest(f"input[{blank[0]}] is blank", param=f"input[{blank[0]}]")
+            param = f"{item}[{start + blank[0]}]"
+            raise InvalidRequest(f"{param} is blank", param=param, code="empty_input")
         return [FakeSample(sample) for sample in samples]
 
     async def submit_prepared(
@@ -131,7 +136,7 @@ class FakeEngine:
         self.healthy()
         words = [str(sample).split() for sample in samples]
         if ["full"] in words:
-            raise Overloaded("the queue is full", retry_after_s=2)
+            raise Overloaded("the queue is full; retry in 2 s", retry_after_s=2)
         if ["crash"] in words:
             raise RuntimeError("secret detail")
         if ["die"] in words:
@@ -200,14 +205,11 @@ class FakeRanker(FakeEngine):
         return replace(super().spec, task="classify", embedding_dim=None, head=head)
 
     def prepare(self, samples: list[Any], **options: Any) -> list[Any]:
-        texts = [self._scored(sample) for sample in samples]
-        return super().prepare(texts, over_max=options.get("over_max"))
-
-    @staticmethod
-    def _scored(sample: Any) -> Any:
-        if not isinstance(sample, TextPair):
-            return sample
-        return sample.text_pair if sample.text.strip() else sample.text  # blank: to be refused
+        pairs = [sample for sample in samples if isinstance(sample, TextPair)]
+        if options.get("first") and any(not pair.text.strip() for pair in pairs):
+            raise InvalidRequest("query is blank", param=options["first"], code="empty_input")
+        texts = [pair.text_pair if isinstance(pair, TextPair) else pair for pair in samples]
+        return super().prepare(texts, **options)
 
     def _answer(self, words: list[str], index: int) -> Result | RowFailed:
         answer = super()._answer(words, index)

@@ -194,7 +194,9 @@ def test_a_full_queue_refuses_the_whole_request_and_says_when_to_retry() -> None
     b = batcher(max_rows=4)
     b.offer(rows(3), 0.0)
     refused = rows(2)
-    with pytest.raises(Overloaded, match=r"3 of 4 are waiting .* adds 2 rows; retry") as caught:
+    with pytest.raises(
+        Overloaded, match=r"3 of 4 \(limits.max_queue_rows\) are .* adds 2 rows; retry in 1 s"
+    ) as caught:
         b.offer(refused, 0.0)
     assert caught.value.code == "queue_full"
     assert caught.value.retry_after_s == 1.0
@@ -208,7 +210,9 @@ def test_a_full_queue_refuses_the_whole_request_and_says_when_to_retry() -> None
 def test_a_queue_full_of_tokens_refuses_too() -> None:
     b = batcher(max_tokens=100)
     b.offer([row(LONG)], 0.0)
-    with pytest.raises(Overloaded, match=r"64 of 100 are waiting .* 64 padded elements") as caught:
+    with pytest.raises(
+        Overloaded, match=r"64 of 100 \(limits.max_queue_tokens\) .* 64 padded"
+    ) as caught:
         b.offer([row(LONG)], 0.0)
     assert caught.value.code == "queue_tokens"
     b.offer([row(SHORT)], 0.0)

@@ -124,7 +124,8 @@ def test_above_the_hard_limit_a_row_is_rejected_with_the_bound_and_the_remedy() 
     assert route.action == "reject"
     assert route.row == ()
     assert route.message == (
-        "seq=513 is too long, at most 512 is accepted; shorten the input or ask for truncation"
+        "seq=513 is too long, at most 512 is accepted; shorten the input or send `over_max: "
+        "truncate` (one of the `parameters` of the request in the Open Inference Protocol)"
     )
 
 

@@ -160,14 +160,15 @@ def body(value: Any, model: str = "mini", **fields: Any) -> dict[str, Any]:
 
 # request, then: status, code and param of the error; model and reason of the rejection
 INVALID = (400, "invalid_value")
+EMPTY = (400, "empty_input")
 TIMEOUT, ID = "x-request-timeout-seconds", "x-request-id"
 TEXT = {"content": b"input=x", "headers": {"content-type": "text/plain"}}
 BAD = {
     "json": ({"content": b"{"}, 400, "invalid_json", None, NO_MODEL, "invalid"),
     "media": (TEXT, 415, "unsupported_media_type", None, NO_MODEL, "media_type"),
     "model": (body("x", "gpt"), 404, "model_not_found", "model", NO_MODEL, "unknown_model"),
-    "empty": (body(["a", ""]), *INVALID, "input[1]", "mini", "invalid"),
-    "blank": (body(["a", " "], "ada"), *INVALID, "input[1]", "mini", "invalid"),
+    "empty": (body(["a", ""]), *EMPTY, "input[1]", "mini", "invalid"),
+    "blank": (body(["a", " "], "ada"), *EMPTY, "input[1]", "mini", "invalid"),
     "rows": (body(["a"] * 33), 400, "too_many_rows", "input", "mini", "too_many_rows"),
     "dims": (body("a", dimensions=5), *INVALID, "dimensions", "mini", "invalid"),
     "timeout": (body("a") | {"headers": {TIMEOUT: "soon"}}, *INVALID, TIMEOUT, NO_MODEL, "invalid"),
@@ -234,7 +235,7 @@ async def test_a_refusal_is_logged_with_the_request_id_and_without_the_text(
     with caplog.at_level(logging.INFO, "shapeserve"):
         await service.embed(["private words", ""], headers={"x-request-id": "id-2"})
         await service.http.get("/nothing%0Aforged%20line")
-    assert "embeddings 400 invalid_value model=mini request=id-2: input[1]" in caplog.text
+    assert "embeddings 400 empty_input model=mini request=id-2: input[1]" in caplog.text
     assert "private" not in caplog.text
     assert "forged" not in caplog.text
 

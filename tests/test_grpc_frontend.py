@@ -209,7 +209,7 @@ def test_a_full_queue_says_when_to_come_again(replica: Replica) -> None:
     call = Call()
     run(lambda: replica.infer("full", call=call))
     assert call.trailing["retry-after"] == "2"
-    assert "Retry after 2 s" in call.details
+    assert call.details == "the queue is full; retry in 2 s"
     assert call.trailing["x-shapeserve-code"] == "queue_full"
 
 

@@ -280,7 +280,7 @@ def test_inputs_that_the_module_does_not_take_are_refused_by_name(case: str) -> 
 
 
 def test_metadata_has_what_a_caller_sends_with_minus_1_for_what_varies() -> None:
-    assert [info.name for info in inputs_of(TEXT) if not info.optional] == ["input_ids"]
+    assert all(info.optional for info in inputs_of(TEXT))  # text may be sent instead of ids
     assert inputs_of(IMAGE) == (
         TensorInfo("left", "FP32", (-1, 3, -1, -1)),
         TensorInfo("right", "UINT8", (-1, -1)),

@@ -99,7 +99,8 @@ async def test_the_server_and_its_models_describe_themselves(service: Service) -
     assert (server["name"], server["extensions"]) == ("shapeserve", ["binary_tensor_data"])
     model = (await service.http.get("/v2/models/ada")).json()
     assert (model["name"], model["versions"]) == ("mini", ["1"])
-    assert model["inputs"][0] == {"name": "input_ids", "datatype": "INT64", "shape": [-1, -1]}
+    ids = {"name": "input_ids", "datatype": "INT64", "shape": [-1, -1], "optional": True}
+    assert model["inputs"][0] == ids
     assert model["outputs"] == [
         {"name": "sentence_embedding", "datatype": "FP32", "shape": [-1, 4]}
     ]
@@ -164,7 +165,7 @@ BAD: dict[str, tuple[dict[str, Any], int, str, str | None, str]] = {
     "json": ({"content": b"{"}, 400, "invalid_json", None, "invalid"),
     "nothing": ({"json": {}}, *INVALID, "inputs", "invalid"),
     "input": ({"json": texts("a") | {"inputs": [{}]}}, *INVALID, "inputs[0].name", "invalid"),
-    "blank": ({"json": texts("a", " ")}, *INVALID, "input[1]", "invalid"),
+    "blank": ({"json": texts("a", " ")}, 400, "empty_input", "input[1]", "invalid"),
     "no-rows": ({"json": texts()}, *INVALID, "inputs[0].shape", "invalid"),
     "rows": (
         {"json": texts(*["a"] * 33)},

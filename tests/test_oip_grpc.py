@@ -190,11 +190,15 @@ BAD: dict[str, tuple[Any, str, str]] = {
     "raw-missing": (message_of(ONE, ONE, raw=[EIGHT]), "1 items, but there are 2 inputs", "raw"),
     "raw-too-many": (message_of(ONE, raw=[EIGHT] * 3), "3 items, but there are 1 inputs", "raw"),
     "raw-short": (message_of(ONE, raw=[b"123"]), "has 3 bytes .* takes 8", "inputs[0]"),
-    "no-data": (message_of(ONE), "0 elements, but shape .* has 1", "inputs[0].data"),
+    "no-data": (
+        message_of(ONE),
+        "has no data; send its elements in contents.int64_contents, .* raw_input_contents",
+        "inputs[0].contents",
+    ),
     "typed-short": (
         message_of(typed("INT64", [2], int64_contents=[1])),
         "1 elements, but shape .* has 2",
-        "inputs[0].data",
+        "inputs[0].contents.int64_contents",
     ),
     "typed-fp16": (message_of(typed("FP16", [1])), "raw_input_contents", "inputs[0].datatype"),
     "typed-bf16": (message_of(typed("BF16", [1])), "raw_input_contents", "inputs[0].datatype"),
@@ -211,7 +215,7 @@ BAD: dict[str, tuple[Any, str, str]] = {
     "out-of-range": (
         message_of(typed("UINT8", [1], uint_contents=[256])),
         "UINT8 holds 0 to 255",
-        "inputs[0].data",
+        "inputs[0].contents.uint_contents",
     ),
     "datatype": (message_of(input_of("x", "INT128", [1])), "INT128", "inputs[0].datatype"),
     "negative-shape": (message_of(input_of("x", "INT64", [-1])), "is -1", "inputs[0].shape"),
@@ -315,8 +319,8 @@ def test_every_error_has_its_status_code(error: type[RequestError], code: grpc.S
 
 
 def test_a_full_queue_says_when_to_come_again_in_words_and_metadata() -> None:
-    status = oip_grpc.status_of(Overloaded("the queue is full.", retry_after_s=1.2))
-    assert status.details == "the queue is full. Retry after 2 s."
+    status = oip_grpc.status_of(Overloaded("the queue is full; retry in 2 s", retry_after_s=1.2))
+    assert status.details == "the queue is full; retry in 2 s"
     assert status.metadata["retry-after"] == "2"
 
 

@@ -72,7 +72,7 @@ def test_json_values_come_back_as_they_were(tensor: Tensor) -> None:
     plain = [v.decode() for v in values] if isinstance(values, list) else values.tolist()
     values = json.loads(json.dumps(plain))
     datatype = DATATYPES[tensor.datatype]
-    assert_same(from_values("inputs[0]", "x", datatype, tensor.shape, values), tensor)
+    assert_same(from_values("inputs[0].data", "x", datatype, tensor.shape, values), tensor)
 
 
 @given(tensors())
@@ -116,7 +116,7 @@ def test_a_huge_shape_is_refused_before_anything_is_allocated(name: str) -> None
     with pytest.raises(InvalidRequest, match="agree"):
         from_bytes("inputs[0]", "x", DATATYPES[name], shape, b"")
     with pytest.raises(InvalidRequest, match=str(2**126)):
-        from_values("inputs[0]", "x", DATATYPES[name], shape, [])
+        from_values("inputs[0].data", "x", DATATYPES[name], shape, [])
 
 
 BAD_BYTES = {
@@ -141,11 +141,13 @@ def test_a_bool_byte_other_than_0_and_1_is_refused() -> None:
 
 
 BAD_VALUES = {
-    "bool-for-int": ("INT64", [1, True], "[1] is True; an element of INT64 is a whole number"),
+    "bool-for-int": ("INT64", [1, True], "[1] is true; an element of INT64 is a whole number"),
     "float-for-int": ("INT32", [1, 1.0], "[1] is 1.0; an element of INT32 is a whole number"),
+    "beyond-64-bits": ("INT64", [1, 2.0**70], "[1] is 1180591620717411303424; an element of INT64"),
+    "nested": ("INT64", [1, [None, True]], "[1] is [null, true]; an element"),
     "int-for-bool": ("BOOL", [True, 1], "[1] is 1; an element of BOOL is true or false"),
     "text-for-float": ("FP32", [1, "1"], "[1] is '1'; an element of FP32 is a number"),
-    "null-for-float": ("FP32", [1, None], "[1] is None"),
+    "null-for-float": ("FP32", [1, None], "[1] is null"),
     "int-for-text": ("BYTES", ["a", 1], "[1] is 1; an element of BYTES is a string"),
     "list-for-int": ("INT64", [1, [2]], "[1] is [2]; an element of INT64"),
     "uint8-above": ("UINT8", [0, 256], "[1] is 256; UINT8 holds 0 to 255"),
@@ -164,7 +166,7 @@ BAD_VALUES = {
 def test_values_that_the_datatype_does_not_hold_are_refused_by_index(case: str) -> None:
     name, values, message = BAD_VALUES[case]
     with pytest.raises(InvalidRequest) as refused:
-        from_values("inputs[3]", "x", DATATYPES[name], (2,), values)
+        from_values("inputs[3].data", "x", DATATYPES[name], (2,), values)
     assert message in refused.value.message
     assert refused.value.param == "inputs[3].data"
 

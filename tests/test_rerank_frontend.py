@@ -170,7 +170,7 @@ BAD: dict[str, tuple[str, dict[str, Any], tuple[int, str, str], str]] = {
     "query": (
         "rerank",
         {"model": "ranker", "query": "", "documents": ["a"]},
-        (400, "invalid_value", "query"),
+        (400, "empty_input", "query"),
         "ranker",
     ),
     "rows": (
@@ -234,6 +234,7 @@ async def test_the_ranking_is_that_of_the_engines_logits(
     [
         ({"query": tiny.text_of(200)}, "query", ["query has 198 tokens, at most 44"]),
         ({"documents": ["a", " "]}, "documents[1]", ["is empty or holds no token"]),
+        ({"query": ""}, "query", ["query is empty or holds no token"]),
         ({"documents": ["a", tiny.text_of(90)]}, "documents[1]", ["is too long, at most 48"]),
     ],
 )

@@ -284,7 +284,7 @@ def test_a_bad_request_has_its_status_is_counted_once_and_harms_nobody(
 
 
 def test_a_full_queue_says_when_to_come_again(client: Any) -> None:
-    with pytest.raises(triton.InferenceServerException, match="Retry after 2 s") as refused:
+    with pytest.raises(triton.InferenceServerException, match="retry in 2 s") as refused:
         client.infer("fake", [texts_input(["full"])])
     assert trailing(refused.value)["retry-after"] == "2"
 

@@ -266,6 +266,7 @@ class Engine:
         over_max: str | None = None,
         item: str = "input",
         first: str | None = None,
+        start: int = 0,
     ) -> list[PreparedSample]:
         """Tokenise, check and route samples; CPU work, to be called off the event loop.
 
@@ -275,13 +276,16 @@ class Engine:
                 ``rare_shapes``: fallback, split, truncate or reject.
             item: what errors call the samples.
             first: what they call the first text of the pairs, where all have the same one.
+            start: index of the first of the samples in the caller's list, for error messages.
 
         Raises:
             InvalidRequest: names the bad items by index.
         """
         if self._preparer is None:
             raise Unavailable(f"the engine is {self._state}")
-        return self._preparer.prepare(samples, over_max=over_max, item=item, first=first)
+        return self._preparer.prepare(
+            samples, over_max=over_max, item=item, first=first, start=start
+        )
 
     def prepare_each(
         self, samples: Sequence[Sample], *, first: int = 0

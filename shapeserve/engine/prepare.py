@@ -60,6 +60,7 @@ class Preparer:
         over_max: str | None = None,
         item: str = "input",
         first: str | None = None,
+        start: int = 0,
     ) -> list[PreparedSample]:
         """Prepare every sample, or refuse the request naming the bad ones.
 
@@ -69,6 +70,7 @@ class Preparer:
                 configured one.
             item: what errors call the samples.
             first: what they call the first text of the pairs, where all have the same one.
+            start: index of the first of the samples in the request, for errors.
 
         Raises:
             InvalidRequest: nothing, too much, or at least one sample that cannot run.
@@ -89,7 +91,7 @@ class Preparer:
                 param="over_max",
             )
         outcomes = self._outcomes(samples, over_max)
-        errors = {i: o for i, o in enumerate(outcomes) if isinstance(o, InvalidRequest)}
+        errors = {i: o for i, o in enumerate(outcomes, start) if isinstance(o, InvalidRequest)}
         if errors:
             raise _joined(errors, item, first)
         return [o for o in outcomes if isinstance(o, PreparedSample)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shapeserve.dispatch import Dispatcher
+from shapeserve.dispatch import ASK_TO_CUT, Dispatcher
 from shapeserve.errors import InvalidRequest
 from shapeserve.layout import RowArrays
 from shapeserve.models.spec import ModelSpec, TextPair
@@ -16,8 +16,9 @@ from shapeserve.models.spec import ModelSpec, TextPair
 if TYPE_CHECKING:  # needs the extra ``hf``, which a service of other models may lack
     from shapeserve.models.tokenizer import Encoded, TextTokenizer
 
-# A text with more characters for each token that the model takes is refused unread: tokenising
-# 16 MB to say that it is too long would keep others waiting. Words have 4 or 5. Arbitrary above.
+# Of a text with more characters for each token that the model takes, only the beginning is read if
+# the rest is cut off anyway; else it is refused unread: tokenising 16 MB to say that it is too long
+# would keep others waiting. Words have 4 or 5. Arbitrary above.
 _CHARACTERS_PER_TOKEN = 128
 _SEQ = "seq"
 _TYPES = "token_type_ids"
@@ -56,17 +57,20 @@ class Texts:
     ) -> list[RowArrays | InvalidRequest]:
         """Tokenise samples together; the error of a bad one stands in its place."""
         found: dict[int, RowArrays | InvalidRequest] = {}
+        read: dict[int, str | TextPair] = {}
         for i, sample in enumerate(samples):
-            if (error := self._refusal(sample, over_max)) is not None:
+            try:
+                read[i] = self._read(sample, over_max)
+            except InvalidRequest as error:
                 found[i] = error
-        pairs = {i: s for i, s in enumerate(samples) if i not in found and isinstance(s, TextPair)}
+        pairs = {i: sample for i, sample in read.items() if isinstance(sample, TextPair)}
         if pairs:
             found |= self._long_first_texts(pairs)
-        left = [i for i in range(len(samples)) if i not in found]
+        left = [i for i in read if i not in found]
         if left and self._classifies:
-            found |= zip(left, self._classified([samples[i] for i in left]), strict=True)
+            found |= zip(left, self._classified([read[i] for i in left]), strict=True)
         elif left:
-            texts = [text for i in left if isinstance(text := samples[i], str)]
+            texts = [text for i in left if isinstance(text := read[i], str)]
             found |= zip(left, self._embedded(texts), strict=True)
         return [found[i] for i in range(len(samples))]
 
@@ -105,32 +109,35 @@ class Texts:
         parts = self._tokenizer.split(row.arrays["input_ids"], length)
         return [RowArrays({"input_ids": part}, {_SEQ: len(part)}) for part in parts]
 
-    # --- refused unread -----------------------------------------------------------------------
+    # --- not read -----------------------------------------------------------------------------
 
-    def _refusal(self, sample: str | TextPair, over_max: str | None) -> InvalidRequest | None:
-        """Refuse what need not be tokenised to know that it will not run."""
+    def _read(self, sample: str | TextPair, over_max: str | None) -> str | TextPair:
+        """Return what of a sample is to be tokenised.
+
+        Raises:
+            InvalidRequest: it need not be tokenised to know that it will not run.
+        """
         if isinstance(sample, str):
-            return self._unread(sample, over_max)
+            return self._begun(sample, over_max)
         if not self._classifies:
-            return InvalidRequest(
+            raise InvalidRequest(
                 f"is a pair of texts, but {self._spec.name} reads one text at a time; send strings"
             )
-        return self._unread(sample.text, "reject", FIRST) or self._unread(
-            sample.text_pair, over_max, SECOND
-        )
+        first = self._begun(sample.text, "reject", FIRST)
+        return TextPair(first, self._begun(sample.text_pair, over_max, SECOND))
 
-    def _unread(
-        self, text: str, over_max: str | None, part: str | None = None
-    ) -> InvalidRequest | None:
+    def _begun(self, text: str, over_max: str | None, part: str | None = None) -> str:
+        """Return a text, or of a very long one the beginning if the rest is cut off anyway."""
         most = _CHARACTERS_PER_TOKEN * self._limit
         if len(text) <= most:
-            return None
-        if self._dispatcher.route({_SEQ: self._limit + 1}, over_max=over_max).action != "reject":
-            return None  # it is to be cut, which needs its tokens
-        remedy = "shorten it" if part == FIRST else "shorten it or ask for truncation"
-        return InvalidRequest(
+            return text
+        route = self._dispatcher.route({_SEQ: self._limit + 1}, over_max=over_max)
+        if route.action != "reject":  # pieces need all of it
+            return self._tokenizer.beginning(text, route.keep[_SEQ]) if route.keep else text
+        remedy = "" if part == FIRST else f" or {ASK_TO_CUT}"
+        raise InvalidRequest(
             f"has {len(text)} characters, at most {most} are read for a model of {self._limit} "
-            f"tokens; {remedy}",
+            f"tokens; shorten it{remedy}",
             code="too_long",
             param=part,
         )

@@ -14,6 +14,11 @@ from tokenizers.normalizers import Sequence as Normalizers
 from shapeserve.errors import InvalidRequest, ModelError
 from shapeserve.models.spec import TextPair
 
+# Words have 4 or 5 characters a token, so that the first look nearly always is the last one.
+_FIRST_CHARACTERS_PER_TOKEN = 8
+# A text of spaces alone is then read at most 4 / 3 times, beside the last time.
+_GROWTH = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
@@ -78,6 +83,8 @@ class TextTokenizer:
         self._prefix, self._suffix = _frame(tokenizer)
         self.special_tokens = len(self._prefix) + len(self._suffix)
         self.pair_special_tokens = int(tokenizer.num_special_tokens_to_add(is_pair=True))
+        added = tokenizer.get_added_tokens_decoder().values()
+        self._longest_added = max((len(token.content) for token in added), default=0)
         if type_vocab_size:
             _check_types(tokenizer, file, type_vocab_size)
 
@@ -117,6 +124,26 @@ class TextTokenizer:
                 )
             )
         return encoded
+
+    def beginning(self, text: str, tokens: int) -> str:
+        """Return what of a long text makes its first ``tokens`` ids, and more than those.
+
+        Only so much of the text is looked at as that takes. It is all of the text if that has no
+        more ids, or if the tokenizer does not tell words apart.
+        """
+        size = _FIRST_CHARACTERS_PER_TOKEN * tokens
+        while size < len(text):
+            try:
+                words = self._tokenizer.encode(text[:size], add_special_tokens=False).word_ids
+            except TypeError:  # not valid Unicode, which whoever encodes it is told
+                break
+            # The last word may go on behind the cut. So may an added token such as [MASK], whose
+            # characters may be words while it is not whole.
+            last = (words[-1] or 0) - self._longest_added if words else 0
+            if sum(word is not None and word < last for word in words) > tokens:
+                return text[:size]
+            size *= _GROWTH
+        return text
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         """Return how many ids each text has without special tokens.

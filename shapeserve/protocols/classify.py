@@ -13,6 +13,7 @@ from typing import Any, Final
 from shapeserve.errors import InvalidRequest
 from shapeserve.models import Head, TextPair
 from shapeserve.protocols.fields import (
+    MISSING,
     bad_text,
     boolean,
     check_items,
@@ -61,7 +62,7 @@ def read_classify(fields: Mapping[str, Any], model: ModelInfo) -> ClassifyReques
     return ClassifyRequest(
         model=model,
         head=model.head,
-        samples=_samples(fields.get("input"), model.max_rows),
+        samples=_samples(fields.get("input", MISSING), model.max_rows),
         raw_scores=boolean(fields, "raw_scores"),
         over_max=over_max(fields, OVER_MAX),
     )
@@ -71,7 +72,7 @@ def _samples(value: Any, max_rows: int) -> list[str | TextPair]:
     """Return the rows of ``input``: a text, a pair, or a list of those."""
     items = [value] if isinstance(value, str | dict) else value
     if not isinstance(items, list) or not items:
-        given = "missing" if value is None else "an empty list" if value == [] else kind(value)
+        given = "an empty list" if value == [] else kind(value)
         raise InvalidRequest(
             f"`input` is {given}; it must be a string, an object with `text` and `text_pair`, or a "
             "list of those, and not empty.",

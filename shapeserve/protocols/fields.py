@@ -12,6 +12,9 @@ from shapeserve.errors import InvalidRequest
 OVER_MAX: Final = ("fallback", "split", "truncate", "reject")
 MAX_NAMED: Final = 10
 """Bad items that one message names."""
+MISSING: Final = type("Missing", (), {})()
+"""Stands for a field that is not there, where messages tell it from null."""
+_INT64, _MAX_DIGITS = 2.0**63, 1e30
 
 
 def check_known(fields: Mapping[str, Any], known: Set[str]) -> None:
@@ -47,19 +50,20 @@ def check_items(
     bad = [(i, what) for i, item in enumerate(items) if (what := problem(item))]
     if not bad:
         return
-    named = "; ".join(f"{name}[{i}] {what}" for i, what in bad[:MAX_NAMED])
+    # What is wrong with an item of a list begins with its own index.
+    named = "; ".join(
+        f"{name}[{i}]{'' if what.startswith('[') else ' '}{what}" for i, what in bad[:MAX_NAMED]
+    )
     more = f"; and {len(bad) - MAX_NAMED} more" if len(bad) > MAX_NAMED else ""
     raise InvalidRequest(
-        f"{named}{more}: every item must be {wanted}, and not empty; leave those out or mend them.",
+        f"{named}{more}: every item must be {wanted}; leave those out or mend them.",
         param=f"{name}[{bad[0][0]}]",
     )
 
 
 def bad_text(item: Any) -> str | None:
-    """Say what is wrong with a text, None if nothing is."""
-    if not isinstance(item, str):
-        return f"is {kind(item)}"
-    return None if item else "is an empty string"
+    """Say what is wrong with a text, None if nothing is; whether it is empty is seen later."""
+    return None if isinstance(item, str) else f"is {kind(item)}"
 
 
 def boolean(fields: Mapping[str, Any], name: str) -> bool:
@@ -94,8 +98,8 @@ def over_max(fields: Mapping[str, Any], allowed: tuple[str, ...] = OVER_MAX) -> 
 
 def kind(value: Any) -> str:
     """Name the JSON type of a value, for messages."""
-    if value is None:
-        return "null"
+    if value is None or value is MISSING:
+        return "missing" if value is MISSING else "null"
     if isinstance(value, bool):
         return "a boolean"
     kinds = {str: "a string", int: "a number", float: "a number", list: "a list"}
@@ -104,6 +108,9 @@ def kind(value: Any) -> str:
 
 def shown(value: Any) -> str:
     """Show a scalar, name the type of anything that could be long."""
-    if isinstance(value, (bool, int, float)):
+    if isinstance(value, float):
+        # Whole numbers beyond 64 bits come as floats.
+        return f"{value:.0f}" if _INT64 <= abs(value) < _MAX_DIGITS else repr(value)
+    if isinstance(value, (bool, int)):
         return orjson.dumps(value).decode()
     return repr(value[:40]) if isinstance(value, str) else kind(value)

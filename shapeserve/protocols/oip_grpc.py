@@ -72,11 +72,10 @@ class Status:
 
 def status_of(error: RequestError) -> Status:
     """Return the status of a call that ends with ``error``."""
-    later = http.retry_after(error)
-    hint = f" Retry after {later['retry-after']} s." if later else ""
+    later = http.retry_after(error)  # the message says it too
     other = grpc.StatusCode.INVALID_ARGUMENT if error.status < 500 else grpc.StatusCode.INTERNAL
     code = _CODES.get(error.status, other)
-    details = error.message[:MAX_DETAILS] + hint
+    details = error.message[:MAX_DETAILS]
     return Status(code, details, {"x-shapeserve-code": error.code, **later})
 
 
@@ -164,7 +163,13 @@ def _typed(where: str, tensor: Any) -> Tensor:
     shape = check_shape(where, tuple(tensor.shape))
     field = _contents_field(where, datatype, tensor.contents)
     values = list(getattr(tensor.contents, field))
-    return from_values(where, tensor.name, datatype, shape, values)
+    if not values:
+        raise InvalidRequest(
+            f"{where} has no data; send its elements in contents.{field}, or the bytes of all "
+            "inputs in raw_input_contents.",
+            param=f"{where}.contents",
+        )
+    return from_values(f"{where}.contents.{field}", tensor.name, datatype, shape, values)
 
 
 def _contents_field(where: str, datatype: Datatype, contents: Any) -> str:

@@ -17,6 +17,7 @@ from shapeserve import __version__
 from shapeserve.errors import InvalidRequest
 from shapeserve.models.spec import ModelSpec
 from shapeserve.protocols import oip, oip_rows
+from shapeserve.protocols.fields import MISSING
 from shapeserve.protocols.http import OCTETS, Reply, check_lists, json_reply
 from shapeserve.protocols.oip_types import (
     MAX_TENSORS,
@@ -112,7 +113,7 @@ def parse(body: bytes, header_length: str | None, model: str, version: str = "")
     parameters = _parameters("parameters", fields.get("parameters"))
     inputs = tuple(
         _input(f"inputs[{i}]", item, binary)
-        for i, item in enumerate(_list("inputs", fields.get("inputs"), required=True))
+        for i, item in enumerate(_list("inputs", fields.get("inputs", MISSING), required=True))
     )
     binary.finish()
     asked = [
@@ -165,7 +166,9 @@ def _read_object(data: bytes, header_length: str | None) -> dict[str, Any]:
             else f"Inference-Header-Content-Length says that it has {len(data)} bytes"
         )
         raise InvalidRequest(
-            f"the JSON cannot be read: {error}; {hint}.", code="invalid_json"
+            f"the JSON cannot be read: {error}; NaN, Infinity, comments and trailing commas are "
+            f"not JSON; {hint}.",
+            code="invalid_json",
         ) from None
     return _object(None, fields)
 
@@ -183,7 +186,7 @@ def _list(name: str, value: Any, *, required: bool = False) -> list[Any]:
         return []
     if not isinstance(value, list) or (required and not value):
         raise InvalidRequest(
-            f"{name} is {'missing' if value is None else shown(value)}; it must be a list of "
+            f"{name} is {shown(value)}; it must be a list of "
             f"tensors{', and not empty' if required else ''}.",
             param=name,
         )
@@ -201,7 +204,7 @@ def _text(where: str, value: Any, *, required: bool = False) -> str | None:
         return None
     if not isinstance(value, str) or (required and not value):
         raise InvalidRequest(
-            f"{where} is {'missing' if value is None else shown(value)}; it must be a string"
+            f"{where} is {shown(value)}; it must be a string"
             f"{', and not empty' if required else ''}.",
             param=where,
         )
@@ -245,9 +248,9 @@ def _pop_flag(where: str, parameters: dict[str, Any], name: str) -> bool | None:
 def _input(where: str, item: Any, binary: _Binary) -> Tensor:
     fields = _object(where, item)
     _check_fields(where, f"{where}.", fields, _INPUT)
-    name = _text(f"{where}.name", fields.get("name"), required=True)
-    datatype = check_datatype(where, fields.get("datatype"))
-    shape = check_shape(where, fields.get("shape"))
+    name = _text(f"{where}.name", fields.get("name", MISSING), required=True)
+    datatype = check_datatype(where, fields.get("datatype", MISSING))
+    shape = check_shape(where, fields.get("shape", MISSING))
     parameters = _parameters(f"{where}.parameters", fields.get("parameters"))
     oip.check_parameters(f"{where}.parameters", parameters)
     size_bytes, data = parameters.get("binary_data_size"), fields.get("data")
@@ -260,7 +263,7 @@ def _input(where: str, item: Any, binary: _Binary) -> Tensor:
         )
     if data is None:
         return from_bytes(where, str(name), datatype, shape, binary.take(where, size_bytes))
-    return from_values(where, str(name), datatype, shape, _flat(where, data, shape))
+    return from_values(f"{where}.data", str(name), datatype, shape, _flat(where, data, shape))
 
 
 def _flat(where: str, data: Any, shape: tuple[int, ...]) -> list[Any]:
@@ -290,7 +293,7 @@ def _flat(where: str, data: Any, shape: tuple[int, ...]) -> list[Any]:
 def _output(where: str, item: Any) -> tuple[RequestedOutput, bool | None]:
     fields = _object(where, item)
     _check_fields(where, f"{where}.", fields, _OUTPUT)
-    name = _text(f"{where}.name", fields.get("name"), required=True)
+    name = _text(f"{where}.name", fields.get("name", MISSING), required=True)
     parameters = _parameters(f"{where}.parameters", fields.get("parameters"))
     flag = _pop_flag(f"{where}.parameters", parameters, "binary_data")
     return RequestedOutput(str(name), parameters), flag

@@ -39,11 +39,12 @@ def takes_text(spec: ModelSpec) -> bool:
 def inputs_of(spec: ModelSpec) -> tuple[TensorInfo, ...]:
     """Return the inputs in a model's metadata.
 
-    Of a text model, ``text`` stands for all the others: a request has either.
+    Of a text model, ``text`` stands for all the others: a request has either, so that each of
+    them may be left out.
     """
     if takes_text(spec):
         return (
-            TensorInfo(IDS, "INT64", (-1, -1)),
+            TensorInfo(IDS, "INT64", (-1, -1), optional=True),
             TensorInfo(MASK, "INT64", (-1, -1), optional=True),
             TensorInfo(TYPES, "INT64", (-1, -1), optional=True),
             TensorInfo(TEXT, "BYTES", (-1,), optional=True),

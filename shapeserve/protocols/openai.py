@@ -18,6 +18,7 @@ import orjson
 from shapeserve.errors import InvalidRequest, NotFound
 from shapeserve.models import Head
 from shapeserve.protocols.fields import (
+    MISSING,
     bad_text,
     check_items,
     check_known,
@@ -30,11 +31,18 @@ from shapeserve.protocols.http import Reply, check_lists, json_reply
 
 EncodingFormat = Literal["float", "base64"]
 Task = Literal["make embeddings", "rerank", "classify"]
+TASKS: Final[Mapping[str, Task]] = {
+    "embeddings": "make embeddings",
+    "rerank": "rerank",
+    "classify": "classify",
+}
+"""The last part of a path below ``/v1``, and what a model must do for it."""
 # `user` is part of the API and has no meaning here; the last two are ours.
 _FIELDS: Final = frozenset(
     {"input", "model", "encoding_format", "dimensions", "user", "truncate", "over_max"}
 )
 MAX_TOKEN_ID: Final = 2**31 - 1  # ids become int64 arrays; the model's own bound is checked later
+_AN_ID: Final = f"a token id, a whole number from 0 to {MAX_TOKEN_ID}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +66,11 @@ class ModelInfo:
     normalize: bool = True
     created_s: int = 0
     head: Head | None = None
+
+    @property
+    def tasks(self) -> list[str]:
+        """What of ``/v1`` the model answers: the last parts of the paths."""
+        return [name for name, task in TASKS.items() if self.can(task)]
 
     def can(self, task: Task) -> bool:
         """Whether the model does that."""
@@ -131,18 +144,18 @@ def read_object(body: bytes) -> dict[str, Any]:
         ) from None
     if not isinstance(fields, dict):
         raise InvalidRequest(
-            f"the body is {kind(fields)}; send a JSON object with `model` and `input`."
+            f"the body is {kind(fields)}; send a JSON object with the fields of this endpoint."
         )
     return fields
 
 
 def read_model(fields: Mapping[str, Any], models: Mapping[str, ModelInfo]) -> ModelInfo:
     """Return the model that the request names."""
-    name, served = fields.get("model"), ", ".join(sorted(models))
+    name, served = fields.get("model", MISSING), ", ".join(sorted(models))
     if not isinstance(name, str):
-        given = "missing" if name is None else kind(name)
         raise InvalidRequest(
-            f"`model` is {given}; it must be the name of a served model: {served}.", param="model"
+            f"`model` is {kind(name)}; it must be the name of a served model: {served}.",
+            param="model",
         )
     return find_model(name, models)
 
@@ -176,7 +189,7 @@ def read_embeddings(fields: Mapping[str, Any], model: ModelInfo) -> EmbeddingReq
     check_known(fields, _FIELDS)
     return EmbeddingRequest(
         model=model,
-        samples=_samples(fields.get("input"), model.max_rows),
+        samples=_samples(fields.get("input", MISSING), model.max_rows),
         encoding_format=_encoding_format(fields.get("encoding_format")),
         dimensions=_dimensions(fields.get("dimensions"), model),
         over_max=over_max(fields),
@@ -188,25 +201,31 @@ def _samples(value: Any, max_rows: int) -> list[str] | list[list[int]]:
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list) or not value:
-        given = "missing" if value is None else "an empty list" if value == [] else kind(value)
+        given = "an empty list" if value == [] else kind(value)
         raise InvalidRequest(
             f"`input` is {given}; it must be a string, a list of strings, a list of token ids "
             "or a list of lists of token ids, and not empty.",
             param="input",
         )
-    if type(value[0]) is int:
+    if type(value[0]) in (int, float):
         if _bad_ids(value):  # which is quick; the other names the places
-            check_items("input", value, "a token id", _bad_id)
+            check_items("input", value, _AN_ID, _bad_id)
         return [value]
     check_rows("input", len(value), max_rows)
     if isinstance(value[0], list):
-        check_items("input", value, "a list of token ids", _bad_ids)
-    else:
+        check_items("input", value, f"a list of token ids, not empty, each {_AN_ID}", _bad_ids)
+    elif isinstance(value[0], str):
         check_items("input", value, "a string", bad_text)
+    else:
+        check_items(
+            "input", value, "a string (or all of them token ids, or lists of those)", bad_text
+        )
     return value
 
 
 def _bad_id(item: Any) -> str | None:
+    if type(item) is float:
+        return f"is {shown(item)}"
     if type(item) is not int:  # bool is an int to isinstance
         return f"is {kind(item)}"
     return None if 0 <= item <= MAX_TOKEN_ID else f"is {item}, outside 0..{MAX_TOKEN_ID}"
@@ -335,4 +354,5 @@ def _card(model: ModelInfo) -> dict[str, Any]:
         "owned_by": "shapeserve",
         "aliases": list(model.aliases),
         "dimensions": model.dim,
+        "tasks": model.tasks,
     }

@@ -12,6 +12,7 @@ from typing import Any, Final
 from shapeserve.errors import InvalidRequest
 from shapeserve.models import TextPair
 from shapeserve.protocols.fields import (
+    MISSING,
     bad_text,
     boolean,
     check_items,
@@ -78,8 +79,8 @@ def read_rerank(fields: Mapping[str, Any], model: ModelInfo) -> RerankRequest:
         InvalidRequest: naming the field or the indices, the bound and the remedy.
     """
     check_known(fields, _FIELDS)
-    query = _query(fields.get("query"))
-    documents = _documents(fields.get("documents"), model.max_rows)
+    query = _query(fields.get("query", MISSING))
+    documents = _documents(fields.get("documents", MISSING), model.max_rows)
     return RerankRequest(
         model=model,
         query=query,
@@ -92,17 +93,15 @@ def read_rerank(fields: Mapping[str, Any], model: ModelInfo) -> RerankRequest:
 
 
 def _query(value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
-        given = "missing" if value is None else kind(value)
-        given = "empty or white space" if isinstance(value, str) else given
-        raise InvalidRequest(f"`query` is {given}; it must be a text.", param="query")
+    if not isinstance(value, str):
+        raise InvalidRequest(f"`query` is {kind(value)}; it must be a text.", param="query")
     return value
 
 
 def _documents(value: Any, max_rows: int) -> list[str]:
     """Return the texts of ``documents``: strings, or objects with a ``text``."""
     if not isinstance(value, list) or not value:
-        given = "missing" if value is None else "an empty list" if value == [] else kind(value)
+        given = "an empty list" if value == [] else kind(value)
         raise InvalidRequest(
             f"`documents` is {given}; it must be a list of strings, or of objects with a `text`, "
             "and not empty.",

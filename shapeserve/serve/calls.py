@@ -77,8 +77,9 @@ class Call:
         self.deadline_s = time.monotonic() + timeout_s - margin_s
         if margin_s >= timeout_s:
             raise DeadlineExceeded(
-                f"x-request-timeout-seconds leaves less than the {MIN_ANSWER_S * 1e3:.0f} ms that "
-                "an answer takes; allow more time"
+                "the deadline of the call (x-request-timeout-seconds, in gRPC also the client's "
+                f"own) leaves less than the {MIN_ANSWER_S * 1e3:.0f} ms that an answer takes; "
+                "allow more time"
             )
 
     def limit(self, timeout_s: float | None) -> None:

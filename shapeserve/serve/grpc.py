@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
@@ -20,7 +21,7 @@ from shapeserve.protocols.oip_types import InferRequest
 from shapeserve.protocols.proto import oip_pb2
 from shapeserve.serve.calls import Call, Ledger
 from shapeserve.serve.endpoints.oip import reply_rows
-from shapeserve.serve.service import Service
+from shapeserve.serve.service import Samples, Service
 
 if TYPE_CHECKING:  # at run time it would load torch into the process that builds the application
     from shapeserve.engine import Engine, PreparedSample, Result
@@ -162,15 +163,16 @@ class GrpcFrontend:
         service.check_open()
         call.set_deadline()
         service.bodies.hold(call, len(request))
-        parsed, job, engine, samples = await service.in_worker(self._prepare, request, call)
-        call.limit(job.timeout_s)
+        (parsed, job, engine), samples = await service.prepare(
+            call, partial(self._read, request, call)
+        )
         results = await service.answer(engine.spec.name, samples, call)
         return await service.render(reply_rows(results), _render, parsed, job, engine, results)
 
-    def _prepare(
+    def _read(
         self, request: bytes, call: Call
-    ) -> tuple[InferRequest, oip.Job, Engine, list[PreparedSample]]:
-        """Read, tokenise and route; CPU work, on a worker thread."""
+    ) -> tuple[tuple[InferRequest, oip.Job, Engine], Samples]:
+        """Read a request; CPU work, on a worker thread."""
         message = oip_grpc.parse(request, oip_pb2.ModelInferRequest)
         if REQUEST_ID not in call.headers and http.is_request_id(message.id):
             call.request_id = message.id
@@ -178,10 +180,13 @@ class GrpcFrontend:
         call.model = engine.spec.name
         parsed = oip_grpc.read_infer(message)
         job = oip.read(parsed, engine.spec, max_rows=engine.config.limits.max_rows)
-        samples = engine.prepare(job.rows, over_max=job.over_max)
-        sizes = [sample.executed for sample in samples]
-        oip.check_answer(job, sizes, self._service.max_answer_bytes)
-        return parsed, job, engine, samples
+        call.limit(job.timeout_s)
+        return (parsed, job, engine), Samples(
+            engine.spec.name, job.rows, job.over_max, check=partial(self._check_answer, job)
+        )
+
+    def _check_answer(self, job: oip.Job, samples: Sequence[PreparedSample]) -> None:
+        oip.check_answer(job, [s.executed for s in samples], self._service.max_answer_bytes)
 
 
 def _render(

@@ -13,20 +13,23 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from starlette.requests import Request
 
-from shapeserve.errors import RowFailed, Unavailable
+from shapeserve.errors import DeadlineExceeded, InvalidRequest, RowFailed, Unavailable
 from shapeserve.metrics import Endpoint
+from shapeserve.models import TextPair
 from shapeserve.protocols import http, openai
 from shapeserve.protocols.http import Reply
 from shapeserve.serve.body import Bodies, read_body
 from shapeserve.serve.calls import Call
 
 if TYPE_CHECKING:  # at run time it would load torch into the process that builds the application
-    from shapeserve.engine import Engine, PreparedSample, Result
+    from shapeserve.engine import Engine, PreparedSample, Result, Sample
 
 # Tokenisers release the GIL; more threads than this would only fight the model for the cores.
 PREPARE_THREADS = 2
 # A service that is replaced takes its place within seconds. Arbitrary.
 DRAINING_RETRY_S = 5.0
+# Characters that are tokenised in one go, while other requests wait: they take about 30 ms.
+CHUNK_CHARACTERS = 32_768
 # Below this a reply renders in well under a millisecond, less than a hop to a thread costs.
 INLINE_ROWS = 16
 
@@ -50,6 +53,27 @@ class Route:
     path: str
     endpoint: Endpoint
     handler: Handler
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The rows of a request that passed every check that needs no tokenizer.
+
+    Attributes:
+        model: name of the engine.
+        rows: what ``Engine.prepare`` takes.
+        over_max: as for ``Engine.prepare``; so are ``item`` and ``first``.
+        item: what errors call the rows.
+        first: what they call the first text of all pairs.
+        check: called with the prepared rows; raises if they are too much.
+    """
+
+    model: str
+    rows: Sequence[Sample]
+    over_max: str | None
+    item: str = "input"
+    first: str | None = None
+    check: Callable[[Sequence[PreparedSample]], None] | None = None
 
 
 class Service:
@@ -87,6 +111,8 @@ class Service:
         self.in_flight = 0
         self._on_idle: Callable[[], None] = lambda: None
         self._pool = ThreadPoolExecutor(PREPARE_THREADS, "shapeserve-prepare")
+        # Texts longer than a chunk, which cannot be taken apart, wait for nobody but each other.
+        self._long_pool = ThreadPoolExecutor(1, "shapeserve-prepare-long")
 
     def drain(self, on_idle: Callable[[], None]) -> None:
         """Answer what is under way and refuse what comes; call ``on_idle`` once nothing is left."""
@@ -120,7 +146,8 @@ class Service:
 
     def close(self) -> None:
         """Stop the worker threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._long_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def json_body(self, request: Request, call: Call, *, octets: bool = False) -> bytes:
         """Check the headers of a request with a JSON body; return the body, decompressed.
@@ -148,6 +175,69 @@ class Service:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, partial(job, *args, **kwargs))
 
+    async def prepare(
+        self, call: Call, read: Callable[[], tuple[T, Samples]]
+    ) -> tuple[T, list[PreparedSample]]:
+        """Read a request and prepare its rows on worker threads, many characters bit by bit.
+
+        Between two bits other requests have their turn. Nothing is queued if a row is bad; what
+        comes after the bit with the first bad row is not looked at.
+
+        Args:
+            call: whose deadline is kept.
+            read: returns the request and its rows.
+
+        Raises:
+            InvalidRequest: naming the bad rows, the first ten of the bit that has some.
+            DeadlineExceeded: before all were prepared.
+        """
+        request, samples, prepared = await self.in_worker(self._read_and_prepare, read)
+        if prepared is not None:
+            return request, prepared
+        prepared = []
+        loop = asyncio.get_running_loop()
+        for start, end in _chunks(samples.rows):
+            if call.late:
+                raise DeadlineExceeded("the deadline passed before all rows were tokenised")
+            size = sum(map(_characters, samples.rows[start:end]))
+            pool = self._pool if size <= CHUNK_CHARACTERS else self._long_pool
+            prepared += await loop.run_in_executor(pool, self._prepare_part, samples, start, end)
+        if samples.check is not None:
+            await self.in_worker(samples.check, prepared)
+        return request, prepared
+
+    def _read_and_prepare(
+        self, read: Callable[[], tuple[T, Samples]]
+    ) -> tuple[T, Samples, list[PreparedSample] | None]:
+        """Read a request, and prepare its rows at once if they are one chunk."""
+        request, samples = read()
+        if sum(map(_characters, samples.rows)) > CHUNK_CHARACTERS:
+            return request, samples, None
+        prepared = self._prepare_part(samples, 0, len(samples.rows))
+        if samples.check is not None:
+            samples.check(prepared)
+        return request, samples, prepared
+
+    def _prepare_part(self, samples: Samples, start: int, end: int) -> list[PreparedSample]:
+        try:
+            return self.engines[samples.model].prepare(
+                samples.rows[start:end],
+                over_max=samples.over_max,
+                item=samples.item,
+                first=samples.first,
+                start=start,
+            )
+        except InvalidRequest as error:
+            ours = (error.param or "").startswith(f"{samples.item}[")
+            if end == len(samples.rows) or not ours:
+                raise
+            raise InvalidRequest(
+                f"{error.message}; {samples.item}[{end}] and what comes after it were not looked "
+                "at yet",
+                param=error.param,
+                code=error.code,
+            ) from None
+
     async def render(self, rows: int, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Render a reply of ``rows`` rows: here if they are few, else on a worker thread."""
         if rows <= INLINE_ROWS:
@@ -165,6 +255,24 @@ class Service:
         """
         outcomes = await self.engines[model].submit_prepared(samples, deadline_s=call.deadline_s)
         return _all_answered(outcomes, item)
+
+
+def _characters(row: Sample) -> int:
+    """How much work a row is: its characters, or its token ids; ready arrays are none."""
+    if isinstance(row, TextPair):
+        return len(row.text) + len(row.text_pair)
+    return 0 if isinstance(row, Mapping) else len(row)
+
+
+def _chunks(rows: Sequence[Sample]) -> Iterator[tuple[int, int]]:
+    """Cut rows into parts of at most ``CHUNK_CHARACTERS``, or of one row: start and end of each."""
+    start = size = 0
+    for i, row in enumerate(rows):
+        size += _characters(row)
+        if i > start and size > CHUNK_CHARACTERS:
+            yield start, i
+            start, size = i, _characters(row)
+    yield start, len(rows)
 
 
 def _info(engine: Engine, aliases: tuple[str, ...], created_s: int) -> openai.ModelInfo:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from shapeserve.protocols import http
 from shapeserve.protocols.fields import OVER_MAX
-from shapeserve.protocols.openai import MAX_TOKEN_ID, ModelInfo
+from shapeserve.protocols.openai import MAX_TOKEN_ID, TASKS, ModelInfo
 from shapeserve.protocols.openapi.parts import (
+    CUT_FROM,
     READS,
     REPORT,
     Data,
@@ -78,6 +79,8 @@ def schemas(models: Mapping[str, ModelInfo]) -> Data:
                 "owned_by": words("shapeserve"),
                 "aliases": list_of(text()),
                 "dimensions": {"type": ["integer", "null"], "description": "Of an embedding."},
+                "tasks": list_of(words(*TASKS))
+                | {"description": "What of /v1 it answers; /v2 takes every model."},
             }
         ),
     }
@@ -119,7 +122,7 @@ def _answer() -> Data:
             "object": words("embedding"),
             "index": whole(),
             "embedding": vector,
-            "truncated_from": whole(1, description="Tokens before the row was truncated."),
+            "truncated_from": whole(1, description=CUT_FROM),
             "pieces": whole(2, description="Pieces that the row was split into."),
         },
         optional=("truncated_from", "pieces"),

@@ -47,6 +47,9 @@ _WHEN: Final[Mapping[int, str]] = {
     504: "The deadline passed before the rows ran.",
 }
 _TYPES: Final = ("invalid_request_error", "overloaded_error", "server_error", "timeout_error")
+CUT_FROM: Final = (
+    "Tokens of the row, or pair, before it was truncated; of a very long text at least that many."
+)
 READS: Final = (400, 413, 415, 429, 500, 503, 504)
 """What an inference request may be answered with, beside 200, 404 and Ray's 408."""
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from shapeserve.protocols import http
 from shapeserve.protocols.openai import ModelInfo, Task
 from shapeserve.protocols.openapi.parts import (
+    CUT_FROM,
     READS,
     REPORT,
     Data,
@@ -102,7 +103,7 @@ def _ranking() -> Data:
             "index": whole(),
             "relevance_score": {"type": "number"},
             "document": fields({"text": text()}),
-            "truncated_from": whole(1, description="Tokens of the pair before it was truncated."),
+            "truncated_from": whole(1, description=CUT_FROM),
         },
         optional=("document", "truncated_from"),
     )
@@ -139,7 +140,7 @@ def _labels() -> Data:
             "probs": _NUMBERS,
             "logits": _NUMBERS,
             "num_classes": whole(1),
-            "truncated_from": whole(1, description="Tokens before the row was truncated."),
+            "truncated_from": whole(1, description=CUT_FROM),
         },
         optional=("probs", "logits", "truncated_from"),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
 
 from starlette.requests import Request
 
@@ -10,10 +10,7 @@ from shapeserve.metrics import Endpoint
 from shapeserve.protocols import http, openai
 from shapeserve.protocols.http import Reply
 from shapeserve.serve.calls import Call
-from shapeserve.serve.service import Route, Service
-
-if TYPE_CHECKING:
-    from shapeserve.engine import PreparedSample
+from shapeserve.serve.service import Route, Samples, Service
 
 
 class Embeddings:
@@ -31,17 +28,14 @@ class Embeddings:
         """Answer one request."""
         service = self._service
         body = await service.json_body(request, call)
-        parsed, samples = await service.in_worker(self._prepare, body, call)
+        parsed, samples = await service.prepare(call, partial(self._read, body, call))
         results = await service.answer(parsed.model.name, samples, call)
         return await service.render(len(results), openai.render_embeddings, parsed, results)
 
-    def _prepare(
-        self, body: bytes, call: Call
-    ) -> tuple[openai.EmbeddingRequest, list[PreparedSample]]:
+    def _read(self, body: bytes, call: Call) -> tuple[openai.EmbeddingRequest, Samples]:
         fields = openai.read_object(body)
         model = openai.read_model(fields, self._service.models)
         call.model = model.name
         openai.check_task(model, "make embeddings", self._service.models)
         parsed = openai.read_embeddings(fields, model)
-        engine = self._service.engines[model.name]
-        return parsed, engine.prepare(parsed.samples, over_max=parsed.over_max)
+        return parsed, Samples(model.name, parsed.samples, parsed.over_max)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
@@ -12,7 +13,7 @@ from shapeserve.metrics import Endpoint
 from shapeserve.protocols import http, oip, oip_http, openai
 from shapeserve.protocols.http import Reply
 from shapeserve.serve.calls import Call
-from shapeserve.serve.service import Route, Service
+from shapeserve.serve.service import Route, Samples, Service
 
 if TYPE_CHECKING:
     from shapeserve.engine import Engine, PreparedSample, Result
@@ -79,8 +80,9 @@ class OpenInference:
         service, engine = self._service, self._find(call)
         call.model = engine.spec.name
         body = await service.json_body(request, call, octets=True)
-        parsed, job, samples = await service.in_worker(self._prepare, body, call, engine)
-        call.limit(job.timeout_s)
+        (parsed, job), samples = await service.prepare(
+            call, partial(self._read, body, call, engine)
+        )
         results = await service.answer(engine.spec.name, samples, call)
         return await service.render(reply_rows(results), _render, parsed, job, engine, results)
 
@@ -90,9 +92,9 @@ class OpenInference:
         oip.check_version(name, call.variables.get("version", ""))
         return self._service.engines[info.name]
 
-    def _prepare(
+    def _read(
         self, body: bytes, call: Call, engine: Engine
-    ) -> tuple[HttpRequest, oip.Job, list[PreparedSample]]:
+    ) -> tuple[tuple[HttpRequest, oip.Job], Samples]:
         parsed = oip_http.parse(
             body,
             call.headers.get(oip_http.HEADER_LENGTH),
@@ -100,10 +102,13 @@ class OpenInference:
             call.variables.get("version", ""),
         )
         job = oip.read(parsed.infer, engine.spec, max_rows=engine.config.limits.max_rows)
-        samples = engine.prepare(job.rows, over_max=job.over_max)
+        call.limit(job.timeout_s)
+        check = partial(self._check_answer, job)
+        return (parsed, job), Samples(engine.spec.name, job.rows, job.over_max, check=check)
+
+    def _check_answer(self, job: oip.Job, samples: Sequence[PreparedSample]) -> None:
         sizes = [sample.executed for sample in samples]
         oip.check_answer(job, sizes, self._service.max_answer_bytes)
-        return parsed, job, samples
 
 
 def reply_rows(results: Sequence[Result]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
 
 from starlette.requests import Request
 
@@ -10,10 +10,7 @@ from shapeserve.metrics import Endpoint
 from shapeserve.protocols import http, openai, rerank
 from shapeserve.protocols.http import Reply
 from shapeserve.serve.calls import Call
-from shapeserve.serve.service import Route, Service
-
-if TYPE_CHECKING:
-    from shapeserve.engine import PreparedSample
+from shapeserve.serve.service import Route, Samples, Service
 
 
 class Rerank:
@@ -27,19 +24,16 @@ class Rerank:
         """Answer one request."""
         service = self._service
         body = await service.json_body(request, call)
-        parsed, samples = await service.in_worker(self._prepare, body, call)
+        parsed, samples = await service.prepare(call, partial(self._read, body, call))
         results = await service.answer(parsed.model.name, samples, call, item="documents")
         return await service.render(len(results), rerank.render_rerank, parsed, results)
 
-    def _prepare(
-        self, body: bytes, call: Call
-    ) -> tuple[rerank.RerankRequest, list[PreparedSample]]:
+    def _read(self, body: bytes, call: Call) -> tuple[rerank.RerankRequest, Samples]:
         fields = openai.read_object(body)
         model = openai.read_model(fields, self._service.models)
         call.model = model.name
         openai.check_task(model, "rerank", self._service.models)
         parsed = rerank.read_rerank(fields, model)
-        samples = self._service.engines[model.name].prepare(
-            parsed.samples, over_max=parsed.over_max, item="documents", first="query"
+        return parsed, Samples(
+            model.name, parsed.samples, parsed.over_max, item="documents", first="query"
         )
-        return parsed, samples
