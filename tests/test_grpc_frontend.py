@@ -50,9 +50,9 @@ class Call:
 
 
 class Replica(GrpcMethods):
-    """The methods around a frontend with two fake models."""
+    """The methods around a frontend with two fake models, or around another one."""
 
-    def __init__(self) -> None:
+    def __init__(self, frontend: Frontend | None = None) -> None:
         self.metrics = Metrics()
         self.state: Any = "ready"
         self.engines = {
@@ -61,7 +61,7 @@ class Replica(GrpcMethods):
             ).start()
             for name in ("mini", "other")
         }
-        self.frontend = Frontend(
+        self.frontend = frontend or Frontend(
             self.engines,  # type: ignore[arg-type]
             aliases={"mini": ("ada",)},
             metrics=self.metrics,

@@ -527,11 +527,11 @@ class HttpConfig(_Frozen):
         16_777_216,
         ge=1,
     )
-    max_inflight_bytes: Int = _field(
+    max_inflight_bytes: Int | None = _field(
         "Request bodies that a replica holds at a time; while there are more, requests are refused "
-        "with 429.",
+        "with 429. Unset means 64 times `max_body_bytes`.",
         "bytes",
-        1_073_741_824,
+        None,
         ge=1,
     )
     max_answer_bytes: Int = _field(
@@ -548,6 +548,18 @@ class HttpConfig(_Frozen):
     drain_s: Float = _field(
         "Longest time to finish what is in flight when stopping.", "seconds", 10.0, ge=0
     )
+
+    @model_validator(mode="after")
+    def _room_for_one_body(self) -> Self:
+        # Twice, because a compressed body is held beside what it becomes.
+        if self.inflight_bytes < 2 * self.max_body_bytes:
+            raise problem(
+                f"max_inflight_bytes {self.max_inflight_bytes} has no room for one body of "
+                f"max_body_bytes {self.max_body_bytes}, compressed and not; use "
+                f"{2 * self.max_body_bytes} or more",
+                "max_inflight_bytes",
+            )
+        return self
 
     @model_validator(mode="after")
     def _two_ports(self) -> Self:
@@ -569,17 +581,10 @@ class HttpConfig(_Frozen):
             )
         return self
 
-    @model_validator(mode="after")
-    def _room_for_one_body(self) -> Self:
-        # Twice, because a compressed body is held beside what it becomes.
-        if self.max_inflight_bytes < 2 * self.max_body_bytes:
-            raise problem(
-                f"max_inflight_bytes {self.max_inflight_bytes} has no room for one body of "
-                f"max_body_bytes {self.max_body_bytes}, compressed and not; use "
-                f"{2 * self.max_body_bytes} or more",
-                "max_inflight_bytes",
-            )
-        return self
+    @property
+    def inflight_bytes(self) -> int:
+        """``max_inflight_bytes``, also where it is unset."""
+        return self.max_inflight_bytes or 64 * self.max_body_bytes
 
     @property
     def is_local(self) -> bool:

@@ -98,7 +98,7 @@ class ShapeServe(GrpcMethods):
             metrics_text=self._all_metrics,
             report=self.report,
             guard=Guard.from_environment(),
-            max_inflight_bytes=config.serve.max_inflight_bytes,
+            max_inflight_bytes=config.serve.inflight_bytes,
             max_answer_bytes=config.serve.max_answer_bytes,
         )
         self._grpc = self._frontend.grpc
