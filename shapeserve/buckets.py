@@ -19,6 +19,12 @@ TOKENS = "tokens"
 REAL = "real"
 """Elements of an executed area that are no padding."""
 
+MIN_ROW_TOKENS = 4
+"""A packed row takes at least this much of a bucket, so one of n tokens has n/4 rows at most.
+
+The number of rows decides the size of offsets and outputs; a text of two words has 4 tokens.
+"""
+
 Shape = Mapping[str, int]
 """Axis name -> size."""
 
@@ -216,14 +222,18 @@ def padding(axes: Iterable[str], rows: Sequence[Shape], sizes: Shape) -> dict[st
     """Split an executed area into ``real`` elements and ``padding_<axis>`` for each axis.
 
     Args:
-        axes: of the area, ``batch`` first.
+        axes: of the area, ``batch`` first; ``tokens`` alone if the rows are packed.
         rows: the real rows, as axis -> size.
         sizes: axis -> executed size.
 
     A row's padding belongs to the innermost axis first: along ``width`` only the rows that are
     real in ``height`` count, along ``height`` whole lines of the bucket; filler rows are padding
-    along ``batch``. The values add up to the product of ``sizes``.
+    along ``batch``. Of packed rows only the tail of the batch is padding. The values add up to the
+    product of ``sizes``.
     """
+    if BATCH not in sizes:
+        real = sum(math.prod(row.values()) for row in rows)
+        return {REAL: real, f"padding_{TOKENS}": sizes[TOKENS] - real}
     row_axes = [axis for axis in axes if axis != BATCH]
     row_area = math.prod(sizes[axis] for axis in row_axes)
     filler = (sizes[BATCH] - len(rows)) * row_area

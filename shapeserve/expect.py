@@ -20,7 +20,7 @@ from shapeserve.models.spec import ModelSpec
 from shapeserve.traces import Shapes
 
 # [CLS] and [SEP]: what each piece of a split text spends again. Exact for BERT-like tokenizers.
-_SPECIAL_TOKENS = 2
+SPECIAL_TOKENS = 2
 
 Lengths = Mapping[int, int] | Shapes
 """Recorded rows: length -> rows of a model with one row axis, or shapes."""
@@ -163,7 +163,7 @@ def _compared(
     unguarded = config.model_copy(update={"rare_shapes": rules})
     ends = [grid.max_size(axis) for axis in grid.row_axes]
     ladders: dict[str, list[tuple[int, ...]]] = {
-        "pow2": [_powers_of_two(end) for end in ends],
+        "pow2": [powers_of_two(end) for end in ends],
         "pad_to_max": [(e,) for e in ends],
     }
     wastes: dict[str, Waste] = {}
@@ -198,13 +198,13 @@ def _executed(dispatcher: Dispatcher, grid: Grid, rows: Mapping[Sizes, int]) -> 
     return Waste(total[REAL], {axis: total[axis] for axis in grid.row_axes})
 
 
-def _powers_of_two(end: int) -> tuple[int, ...]:
+def powers_of_two(end: int) -> tuple[int, ...]:
     """Return 1, 2, 4 ... below ``end``, and ``end``."""
     return (*(2**i for i in range(math.ceil(math.log2(end)))), end)
 
 
 def _dispatcher(config: ModelConfig, spec: ModelSpec, grid: Grid) -> Dispatcher:
-    overhead = {"seq": _SPECIAL_TOKENS} if spec.task == "embed" else None
+    overhead = {"seq": SPECIAL_TOKENS} if spec.task == "embed" else None
     return Dispatcher(
         grid,
         config.rare_shapes,

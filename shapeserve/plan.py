@@ -87,24 +87,31 @@ def plan(config: ModelConfig, device: Device, lengths: Lengths | None = None) ->
         ModelError: the model's directory is incomplete.
     """
     spec = describe(config)
-    if config.packs(device) and spec.task == "embed":
-        grid = packed_grid(config.policy, config.limits.max_batch_tokens, spec.max_length)
-        why = _why_packed(config)
-    else:
-        grid = grid_for(
-            spec.axes,
-            config.policy,
-            device=device,
-            max_batch_tokens=config.limits.max_batch_tokens,
-            max_sizes=spec.max_length,
-            hard_limits=spec.hard_limit,
-            min_sizes=spec.min_length,
-        )
-        why = _why(config, spec, device)
+    grid = planned_grid(config, spec, device)
+    why = _why(config, spec, device) if BATCH in grid.axes else _why_packed(config)
     expected = None if lengths is None else expect(config, spec, grid, lengths)
     tier, eager = _tier(config, device), config.compile.tier == "eager_graph"
     graph_bytes = _graph_bytes(spec, grid, eager=eager) if tier is Tier.GRAPH else None
     return Plan(spec.name, device, tier, grid, why, expected, eager, graph_bytes)
+
+
+def planned_grid(config: ModelConfig, spec: ModelSpec, device: Device) -> Grid:
+    """Return the grid that the engine will build, if a model that is to be packed can be.
+
+    Raises:
+        ConfigError: the policy does not fit the model.
+    """
+    if config.packs(device) and spec.task == "embed":
+        return packed_grid(config.policy, config.limits.max_batch_tokens, spec.max_length)
+    return grid_for(
+        spec.axes,
+        config.policy,
+        device=device,
+        max_batch_tokens=config.limits.max_batch_tokens,
+        max_sizes=spec.max_length,
+        hard_limits=spec.hard_limit,
+        min_sizes=spec.min_length,
+    )
 
 
 def _graph_bytes(spec: ModelSpec, grid: Grid, *, eager: bool) -> int | None:

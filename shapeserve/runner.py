@@ -132,9 +132,13 @@ class ModelRunner:
         self, rows: Sequence[RowArrays], sizes: Mapping[str, int], *, fallback: bool
     ) -> Flight:
         """Start rows that a client sent: as :meth:`launch`, watched for compiles."""
-        flight = self.launch(rows, sizes, fallback=fallback)
-        self._monitor.collect(CompilePhase.REQUEST)
-        return flight
+        shape = NO_BUCKET
+        try:
+            flight = self.launch(rows, sizes, fallback=fallback)
+            shape = flight.bucket
+            return flight
+        finally:
+            self._monitor.collect(CompilePhase.REQUEST, shape)
 
     def count(self, execution: Execution, rows: Sequence[RowArrays]) -> None:
         """Count a finished batch and its area: real elements and what each axis padded (I7)."""

@@ -1,9 +1,11 @@
 """Read recorded traffic: traces of arrivals, and histograms of lengths.
 
-Both are CSV files with a header line, plain or gzipped (a name that ends in ``.gz``):
+CSV files with a header line, or JSONL files (a name that ends in ``.jsonl``) with the same names as
+keys; plain or gzipped (``.gz``):
 
-* a trace, ``t_s,len``: seconds since the first row (never decreasing), length in tokens;
-* a trace of shapes, ``t_s,height,width``: the same with a size along each axis that it names;
+* a trace, ``t_s,len``: seconds since the first row (never decreasing), length in tokens. Whatever
+  stands behind ``len`` is ignored;
+* a trace of several axes, ``t_s,height,width``: every name but ``t_s`` is an axis;
 * a histogram, ``tokens,count``: length in tokens, number of rows that have it.
 
 Every line is checked; the first bad one raises ``ConfigError`` with its file and number.
@@ -13,27 +15,96 @@ from __future__ import annotations
 
 import csv
 import gzip
+import json
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self, TextIO
+
+import numpy as np
 
 from shapeserve.errors import ConfigError
 
-TRACE_HEADER = ("t_s", "len")
+TIME, LENGTH = "t_s", "len"
 HISTOGRAM_HEADER = ("tokens", "count")
+SEQ = "seq"
+"""The axis of a trace or histogram that names none."""
 
-# One numbered data line: (line number, its fields).
-_Line = tuple[int, list[str]]
+# Far above what any model takes or anybody counts; keeps sums of products exact in a double.
+_MAX_SIZE = 2**31 - 1
+_MAX_COUNT = 10**12
+_EXACT_ROWS = 10**9
+
+# One numbered data line: (line number, its fields as text).
+_Line = tuple[int, Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
-    """Arrivals in order of time; row i came ``times_s[i]`` after the first."""
+class Traffic:
+    """Rows that came, or how many there are of each length.
 
-    times_s: tuple[float, ...]
-    lengths: tuple[int, ...]
+    Attributes:
+        axes: names of the row axes.
+        sizes: [rows, axes] int64, each at least 1; in order of arrival if ``times_s`` is there.
+        counts: [rows] float64, how many rows each line stands for: 1 in a trace.
+        times_s: [rows] float64, seconds since the first row; None for a histogram.
+        named: whether the file names its axes; ``len`` and ``tokens`` could be along any.
+    """
+
+    axes: tuple[str, ...]
+    sizes: np.ndarray
+    counts: np.ndarray
+    times_s: np.ndarray | None = None
+    named: bool = False
+
+    @property
+    def rows(self) -> int:
+        """How many rows came."""
+        return int(self.counts.sum())
+
+    @property
+    def longest(self) -> dict[str, int]:
+        """Axis -> largest size."""
+        return dict(zip(self.axes, map(int, self.sizes.max(axis=0)), strict=True))
+
+    def renamed(self, *axes: str) -> Self:
+        """Return the same traffic with other names of its axes."""
+        return replace(self, axes=axes, named=True)
+
+    def clipped(self, ends: Mapping[str, int]) -> Self:
+        """Return the same rows with no size above ``ends`` (axis -> size)."""
+        most = np.array([ends[axis] for axis in self.axes])
+        return replace(self, sizes=np.minimum(self.sizes, most))
+
+    def halves(self, seed: int = 0) -> tuple[Self, Self]:
+        """Return the first and the second half by row order; the second may have one row more.
+
+        A histogram has no order: its rows are dealt out at random, the same way for one ``seed``.
+
+        Raises:
+            ConfigError: there are fewer than two rows.
+        """
+        if self.rows < 2:
+            raise ConfigError("the traffic has 1 row; at least 2 are needed, one for each half")
+        if self.times_s is not None:
+            middle = len(self.sizes) // 2
+            return self._part(slice(None, middle)), self._part(slice(middle, None))
+        rng = np.random.default_rng(seed)
+        whole = self.counts.astype(np.int64)
+        if self.rows < _EXACT_ROWS:
+            first = rng.multivariate_hypergeometric(whole, self.rows // 2, method="marginals")
+        else:  # numpy deals no more; a coin for each row gives halves equal to 1 in 10,000
+            first = rng.binomial(whole, 0.5)
+        return self._counted(first), self._counted(whole - first)
+
+    def _part(self, part: slice) -> Self:
+        times_s = None if self.times_s is None else self.times_s[part]
+        return replace(self, sizes=self.sizes[part], counts=self.counts[part], times_s=times_s)
+
+    def _counted(self, counts: np.ndarray) -> Self:
+        there = counts > 0
+        return replace(self, sizes=self.sizes[there], counts=counts[there].astype(np.float64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,24 +120,35 @@ class Shapes:
     rows: Mapping[tuple[int, ...], int]
 
 
-def read_trace(path: str | Path) -> Trace:
-    """Read a ``t_s,len`` trace.
+def read_traffic(path: str | Path) -> Traffic:
+    """Read a trace or a histogram; the axis of one that only says ``len`` or ``tokens`` is seq.
 
     Raises:
-        ConfigError: The file cannot be read, has another header, no rows, or a bad line.
+        ConfigError: the file cannot be read, has another header, no rows, or a bad line.
     """
     header, lines = _read(path)
-    if header != TRACE_HEADER:
-        raise ConfigError(f"{path}:1: header is {_shown(header)}; a trace has t_s,len")
-    times_s, sizes = _arrivals(path, header, lines)
-    return Trace(times_s, tuple(length for (length,) in sizes))
+    if header == HISTOGRAM_HEADER:
+        sizes, counts = [], []
+        for line, (tokens, count) in lines:
+            sizes.append([_whole(path, line, "tokens", tokens)])
+            counts.append(_whole(path, line, "count", count, most=_MAX_COUNT))
+        return Traffic((SEQ,), np.array(sizes, np.int64), np.array(counts, np.float64))
+    times_s: list[float] = []
+    sizes = []
+    for line, (t_s, *fields) in lines:
+        times_s.append(_time(path, line, t_s, not_before=times_s[-1] if times_s else 0.0))
+        sizes.append([_whole(path, line, *pair) for pair in zip(header[1:], fields, strict=True)])
+    named = header[1:] != (LENGTH,)
+    axes = header[1:] if named else (SEQ,)
+    ones = np.ones(len(sizes))
+    return Traffic(axes, np.array(sizes, np.int64), ones, np.array(times_s), named)
 
 
 def read_lengths(path: str | Path) -> dict[int, int]:
     """Return length (tokens) -> rows, ascending, of a trace or of a histogram.
 
     Raises:
-        ConfigError: As for ``read_trace``.
+        ConfigError: As for ``read_traffic``, or the file names its axes.
     """
     shapes = read_shapes(path)
     if shapes.axes:
@@ -80,77 +162,118 @@ def read_shapes(path: str | Path) -> Shapes:
     """Count the row shapes of a trace, with named axes or without, or of a histogram.
 
     Raises:
-        ConfigError: As for ``read_trace``.
+        ConfigError: As for ``read_traffic``.
     """
-    header, lines = _read(path)
-    counts: Counter[tuple[int, ...]] = Counter()
-    if header == HISTOGRAM_HEADER:
-        for line, (tokens, count) in lines:
-            counts[(_size(path, line, "tokens", tokens),)] += _size(path, line, "count", count)
-    else:
-        counts.update(_arrivals(path, header, lines)[1])
-    unnamed = header in (TRACE_HEADER, HISTOGRAM_HEADER)
-    return Shapes(() if unnamed else header[1:], dict(sorted(counts.items())))
-
-
-def _arrivals(
-    path: str | Path, header: tuple[str, ...], lines: list[_Line]
-) -> tuple[tuple[float, ...], list[tuple[int, ...]]]:
-    times_s: list[float] = []
-    shapes: list[tuple[int, ...]] = []
-    for line, (t_s, *sizes) in lines:
-        times_s.append(_time(path, line, t_s, not_before=times_s[-1] if times_s else 0.0))
-        named = zip(header[1:], sizes, strict=True)
-        shapes.append(tuple(_size(path, line, name, size) for name, size in named))
-    return tuple(times_s), shapes
+    traffic = read_traffic(path)
+    shapes, places = np.unique(traffic.sizes, axis=0, return_inverse=True)
+    counts = np.bincount(places.ravel(), traffic.counts)
+    rows = dict(zip(map(tuple, shapes.tolist()), map(int, counts), strict=True))
+    return Shapes(traffic.axes if traffic.named else (), rows)
 
 
 def _read(path: str | Path) -> tuple[tuple[str, ...], list[_Line]]:
-    """Return the header and the numbered data lines; there is at least one."""
+    """Return the names that matter and the numbered data lines; there is at least one."""
+    name = Path(path).name.removesuffix(".gz")
     try:
-        rows = list(_csv_rows(Path(path)))
+        with _open(Path(path)) as file:
+            read = _json_lines if name.endswith(".jsonl") else _csv_lines
+            header, lines = read(path, file)
     except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
         # gzip reports damage as BadGzipFile (an OSError) or EOFError.
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ConfigError(
-            f"{path}: cannot be read: {reason}; give a CSV file (.csv or .csv.gz)"
+            f"{path}: cannot be read: {reason}; give a CSV or JSONL file (.csv, .jsonl, or either "
+            "with .gz)"
         ) from error
-    header = tuple(name.strip() for name in rows[0][1]) if rows else ()
-    named = len(header) > 1 and header[0] == TRACE_HEADER[0] and len(set(header)) == len(header)
-    if header != HISTOGRAM_HEADER and not (named and all(map(str.isidentifier, header))):
-        raise ConfigError(
-            f"{path}:1: header is {_shown(header)}; a trace has t_s,len (or t_s and its axes, as "
-            "t_s,height,width), a histogram tokens,count"
-        )
-    lines: list[_Line] = []
-    for line, fields in rows[1:]:
-        if len(fields) != len(header):
-            raise ConfigError(
-                f"{path}:{line}: {len(fields)} fields; every line has {len(header)}: "
-                f"{','.join(header)}"
-            )
-        lines.append((line, fields))
     if not lines:
         raise ConfigError(f"{path}: has a header but no rows; at least one is needed")
     return header, lines
 
 
-def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8", newline="") as file:
-        reader = csv.reader(file)
-        for fields in reader:
-            if fields:  # the csv module gives [] for a blank line
-                yield reader.line_num, fields
+def _open(path: Path) -> TextIO:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8", newline="")
+    return path.open(encoding="utf-8", newline="")
 
 
-def _size(path: str | Path, line: int, name: str, text: str) -> int:
+def _csv_lines(path: str | Path, file: Iterable[str]) -> tuple[tuple[str, ...], list[_Line]]:
+    rows = _csv_rows(file)
+    _, first = next(rows, (0, []))
+    names = [name.strip() for name in first]
+    header = _header(path, names)
+    lines: list[_Line] = []
+    for line, fields in rows:
+        if len(fields) != len(names):
+            raise ConfigError(
+                f"{path}:{line}: {len(fields)} fields; every line has {len(names)}: "
+                f"{','.join(names)}"
+            )
+        lines.append((line, fields[: len(header)]))
+    return header, lines
+
+
+def _csv_rows(file: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+    reader = csv.reader(file)
+    for fields in reader:
+        if fields:  # the csv module gives [] for a blank line
+            yield reader.line_num, fields
+
+
+def _json_lines(path: str | Path, file: Iterable[str]) -> tuple[tuple[str, ...], list[_Line]]:
+    """Read objects; the keys of the first one say what the file is."""
+    header: tuple[str, ...] = ()
+    lines: list[_Line] = []
+    for number, text in enumerate(file, 1):
+        if not text.strip():
+            continue
+        try:
+            row = json.loads(text)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict):
+            raise ConfigError(f"{path}:{number}: {text.strip()[:40]!r}; a JSON object is needed")
+        header = header or _header(path, _json_names(row))
+        missing = [name for name in header if name not in row]
+        if missing:
+            raise ConfigError(
+                f"{path}:{number}: has no {', '.join(missing)}; every line has {', '.join(header)}"
+            )
+        # As JSON text, so that 1.5, true and "8" are told apart from a whole number.
+        lines.append((number, [json.dumps(row[name]) for name in header]))
+    return header or _header(path, []), lines
+
+
+def _json_names(row: Mapping[str, object]) -> list[str]:
+    """The names in the order that a CSV header has, whatever the order of the keys."""
+    if set(HISTOGRAM_HEADER) <= set(row):
+        return [*HISTOGRAM_HEADER]
+    first = [name for name in (TIME, LENGTH) if name in row]
+    return [*first, *(name for name in row if name not in first)]
+
+
+def _header(path: str | Path, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the columns that are read."""
+    header = tuple(names[:2] if LENGTH in names[1:2] else names)
+    axes = header[1:]
+    good = header[:1] == (TIME,) and axes and all(name.isidentifier() for name in axes)
+    if header != HISTOGRAM_HEADER and not (good and len(set(header)) == len(header)):
+        raise ConfigError(
+            f"{path}:1: header is {','.join(names)[:60]!r}; a trace has t_s,len, or t_s and its "
+            "axes as t_s,height,width; a histogram tokens,count"
+        )
+    return header
+
+
+def _whole(path: str | Path, line: int, name: str, text: str, *, most: int = _MAX_SIZE) -> int:
     try:
         value = int(text)
     except ValueError:
         value = 0
-    if value < 1:
-        raise ConfigError(f"{path}:{line}: {name}={text!r}; a whole number of at least 1 is needed")
+    if not 1 <= value <= most:
+        rule = "at least 1" if value < 1 else f"at most {most}"
+        raise ConfigError(
+            f"{path}:{line}: {name}={text[:40]!r}; a whole number of {rule} is needed"
+        )
     return value
 
 
@@ -161,11 +284,7 @@ def _time(path: str | Path, line: int, text: str, *, not_before: float) -> float
         value = math.nan
     if not math.isfinite(value) or value < not_before:
         raise ConfigError(
-            f"{path}:{line}: t_s={text!r}; seconds of at least {not_before:g} are needed: "
+            f"{path}:{line}: t_s={text[:40]!r}; seconds of at least {not_before:g} are needed: "
             "a trace starts at 0 or later and is sorted by time"
         )
     return value
-
-
-def _shown(header: tuple[str, ...]) -> str:
-    return repr(",".join(header)[:60])

@@ -202,7 +202,9 @@ class FakeRanker(FakeEngine):
     @property
     def spec(self) -> ModelSpec:
         head = Head(("LABEL_0",), "sigmoid", "sigmoid")
-        return replace(super().spec, task="classify", embedding_dim=None, head=head)
+        logits = {"logits": TensorSpec("logits", "float32", ("batch", 1))}
+        spec = super().spec
+        return replace(spec, task="classify", embedding_dim=None, head=head, outputs=logits)
 
     def prepare(self, samples: list[Any], **options: Any) -> list[Any]:
         pairs = [sample for sample in samples if isinstance(sample, TextPair)]

@@ -42,7 +42,7 @@ def run(*arguments: str | Path) -> Result:
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
-@pytest.mark.parametrize("command", [(), ("serve",), ("config",), ("plan",)], ids=str)
+@pytest.mark.parametrize("command", [(), *((name,) for name in main.commands)], ids=str)
 def test_help_has_examples(command: tuple[str, ...]) -> None:
     result = run(*command, "--help")
     assert result.exit_code == 0
@@ -196,7 +196,7 @@ def test_serve_says_where_and_stops_cleanly_on_ctrl_c(
     assert started[0].calls == ["wait_ready", "wait", "shutdown"]
 
 
-LISTED = {"host", "port", "replicas", "proxy", "drain_s"}
+LISTED = {"host", "port", "grpc_port", "replicas", "proxy", "drain_s"}
 
 
 def test_serve_options_win_over_the_file(toy: Path, started: list[FakeService]) -> None:

@@ -12,14 +12,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shapeserve.buckets import Bucket, Grid
-from shapeserve.compile.breaks import since, snapshot
+from shapeserve.compile.breaks import classify_break
 from shapeserve.compile.cache import ensure_cache_dir
 from shapeserve.compile.graph import GraphPool
-from shapeserve.compile.monitor import CompileMonitor, classify_recompile
+from shapeserve.compile.monitor import (
+    CompileMonitor,
+    _cache_results,
+    _seconds,
+    classify_recompile,
+)
 from shapeserve.compile.program import compiled, freezing
 from shapeserve.compile.variants import Programs, VariantSet, single_pays
 from shapeserve.layout import PaddedLayout
-from shapeserve.metrics import CompilePhase, GraphBreakReason, Metrics, Mode, RecompileReason, Tier
+from shapeserve.metrics import (
+    NO_BUCKET,
+    CompilePhase,
+    CompileStage,
+    GraphBreakReason,
+    Metrics,
+    Mode,
+    RecompileReason,
+    Tier,
+)
 from shapeserve.models.spec import ModelSpec, TensorSpec
 
 
@@ -43,6 +57,11 @@ def module() -> torch.nn.Module:
 @pytest.fixture
 def monitor() -> CompileMonitor:
     return monitor_of("m")
+
+
+def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    ours = (r for r in caplog.records if r.name == "shapeserve.compile")
+    return [r.getMessage() for r in ours if r.levelname == "ERROR"]
 
 
 def ids(batch: int, seq: int) -> torch.Tensor:
@@ -106,6 +125,25 @@ def test_i2_two_compiles_serve_every_shape(shapes: list[tuple[int, int]]) -> Non
     assert count(monitor, "recompiles_total") == 0
 
 
+def test_specialised_programs_are_static_and_leave_the_shared_ones_alone(
+    module: torch.nn.Module,
+) -> None:
+    shared, own = monitor_of("shared"), monitor_of("own")
+    with torch.no_grad():
+        programs = warm_programs(module, shared)
+        shared.collect(CompilePhase.WARMUP)
+        special = programs.specialized(own)
+        assert special.for_sizes({"batch": 2, "seq": 8})[1] is Tier.EAGER  # none is made yet
+        special.compile_many(lambda program: program(ids(2, 8)))
+        run, _ = special.for_sizes({"batch": 2, "seq": 8})
+        assert torch.equal(run(ids(2, 8))[0], module(ids(2, 8))[0])
+        assert len(own.collect(CompilePhase.WARMUP)) == 1
+        run(ids(3, 9))  # another shape: compiled anew, unlike by a dynamic program
+        assert len(own.collect(CompilePhase.WARMUP)) == 1
+        programs.for_sizes({"batch": 2, "seq": 8})[0](ids(2, 8))
+        assert shared.collect(CompilePhase.REQUEST) == ()
+
+
 def test_a_row_axis_of_size_one_runs_eagerly_instead_of_a_third_compile(
     module: torch.nn.Module,
 ) -> None:
@@ -119,12 +157,14 @@ def test_a_planted_recompile_is_counted_with_its_reason_and_logged_once(
         programs = warm_programs(module, monitor)
         monitor.collect(CompilePhase.WARMUP)
         programs.for_sizes({"batch": 2, "seq": 8})[0](ids(2, 8).to(torch.int32))
-        (event,) = monitor.collect(CompilePhase.REQUEST)
+        (event,) = monitor.collect(CompilePhase.REQUEST, "batch=2,seq=8")
     assert event.recompile_reason is not None
     assert "dtype" in event.recompile_reason
     assert count(monitor, "recompiles_total", reason="dtype") == 1
     assert count(monitor, "compiles_total", phase="request", stage="dynamo") == 1
-    assert [r.levelname for r in caplog.records if r.name == "shapeserve.compile"] == ["ERROR"]
+    (error,) = errors(caplog)
+    assert "of model m at batch=2,seq=8: many_" in error
+    assert event.recompile_reason in error
 
 
 def test_a_compile_of_another_thread_is_not_taken_for_ours(
@@ -221,31 +261,216 @@ class Branching(torch.nn.Module):
         return (x + 1,)
 
 
-def test_a_module_that_breaks_the_graph_still_compiles_and_the_break_has_a_reason(
+def broken_program(
+    module: torch.nn.Module, monitor: CompileMonitor, *inputs: torch.Tensor
+) -> Programs:
+    programs = Programs(module, tier=Tier.COMPILED, freeze=False, backend="eager", monitor=monitor)
+    with torch.no_grad():
+        programs.compile_many(lambda program: program(*inputs))
+    return programs
+
+
+def test_a_planted_graph_break_is_counted_with_its_reason_and_the_answer_stays(
     monitor: CompileMonitor,
 ) -> None:
-    before = snapshot()
-    programs = Programs(
-        Branching(), tier=Tier.COMPILED, freeze=False, backend="eager", monitor=monitor
-    )
+    programs = broken_program(Branching(), monitor, ids(3, 8))
+    run, _ = programs.for_sizes({"batch": 2, "seq": 4})
     with torch.no_grad():
-        programs.compile_many(lambda program: program(ids(3, 8)))
-        run, _ = programs.for_sizes({"batch": 2, "seq": 4})
         assert run(ids(2, 4))[0].eq(1).all()
-    assert len(monitor.collect(CompilePhase.WARMUP)) >= 2
-    assert since(before)[GraphBreakReason.DATA_DEPENDENT] >= 1
+    events = monitor.collect(CompilePhase.WARMUP)
+    assert {event.eager for event in events} == {None}
+    # Torch breaks the program at its call of the module, then the module's own frame.
+    assert count(monitor, "graph_breaks_total") == 2
+    assert count(monitor, "graph_breaks_total", reason="data_dependent") == 2
+    # The attempt without breaks, which raised, is not a frame that runs eager.
+    assert count(monitor, "eager_frames_total") == 0
 
 
-def test_a_recompile_limit_runs_eager_counted_instead_of_silently(
+class Looping(torch.nn.Module):
+    """A break inside a loop, which torch cannot resume: the frame runs eager for good."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        for _ in range(2):
+            x = x + 1
+            torch._dynamo.graph_break()
+        return (x,)
+
+
+def test_a_planted_eager_fallback_is_counted_as_an_eager_frame_and_as_its_break(
+    monitor: CompileMonitor,
+) -> None:
+    torch._dynamo.reset()
+    broken_program(Looping(), monitor, ids(3, 8))
+    events = monitor.collect(CompilePhase.WARMUP)
+    assert [event.name for event in events if event.eager] == ["forward"]
+    assert count(monitor, "eager_frames_total", reason="unsupported") == 1
+    assert count(monitor, "eager_frames_total") == 1
+    assert count(monitor, "graph_breaks_total", reason="explicit") == 2  # around it and in it
+
+
+def test_an_eager_frame_after_the_seal_is_an_error_that_names_the_shape_class(
+    monitor: CompileMonitor, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        torch._dynamo.reset()  # a frame that cannot be compiled is tried once in a process
+        broken_program(Looping(), monitor, ids(3, 8))
+        monitor.collect(CompilePhase.REQUEST, NO_BUCKET)
+    (error,) = (error for error in errors(caplog) if "eager frame" in error)  # once for each cause
+    assert "model m at fallback: forward" in error
+    assert "graph_break()" in error
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self, factor: int) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor + 1
+
+
+class Stack(torch.nn.Module):
+    """Layers of one class that differ in an attribute, with a break between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Scaled(i) for i in range(1, 13)])
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+            torch._dynamo.graph_break()
+        return (x,)
+
+
+def test_layers_that_share_their_code_are_told_apart_when_the_graph_breaks() -> None:
+    # Twelve: also more than torch's recompile limit of 8 for one code object.
+    run, _ = broken_program(Stack(), monitor_of("m"), ids(3, 8)).for_sizes({"batch": 2, "seq": 4})
+    with torch.no_grad():
+        assert run(ids(2, 4))[0].equal(Stack()(ids(2, 4))[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("Data-dependent branching\n  Explanation: ...", GraphBreakReason.DATA_DEPENDENT),
+        ("Dynamic shape operator", GraphBreakReason.DATA_DEPENDENT),
+        ("Operator does not support running with fake tensors", GraphBreakReason.OPAQUE_OP),
+        ("Dynamic shape operator (no meta kernel)", GraphBreakReason.OPAQUE_OP),
+        ("Attempted to call function marked as skipped", GraphBreakReason.UNSUPPORTED_CALL),
+        ("Failed to trace builtin operator\n ... `print` with", GraphBreakReason.SIDE_EFFECT),
+        ("(reason: shapeserve eager island head)", GraphBreakReason.EAGER_ISLAND),
+        ("something new", GraphBreakReason.OTHER),
+    ],
+    ids=lambda v: str(v)[:24],
+)
+def test_break_texts_map_to_a_closed_set(text: str, reason: GraphBreakReason) -> None:
+    assert classify_break(text) is reason
+
+
+def test_emptied_counters_of_torch_lose_no_later_break(monitor: CompileMonitor) -> None:
+    broken_program(Branching(), monitor, ids(3, 8))
+    monitor.collect(CompilePhase.WARMUP)
+    torch._dynamo.utils.counters.clear()
+    torch._dynamo.reset()
+    broken_program(Branching(), monitor, ids(3, 8))
+    monitor.collect(CompilePhase.WARMUP)
+    assert count(monitor, "graph_breaks_total", reason="data_dependent") == 4
+
+
+def test_stages_that_did_not_run_are_not_counted(
     module: torch.nn.Module, monitor: CompileMonitor
+) -> None:
+    with torch.no_grad():
+        compiled(module, "p", backend="eager", monitor=monitor)(ids(3, 8))
+    monitor.collect(CompilePhase.WARMUP)
+    assert count(monitor, "compiles_total", stage="dynamo") == 1
+    assert count(monitor, "compiles_total", stage="aot_autograd") == 1  # one graph
+    assert count(monitor, "compiles_total", stage="inductor") == 0
+    assert count(monitor, "compile_cache_total") == 0
+
+
+class Record:
+    """What torch's record of one compile says of it."""
+
+    def __init__(self, **fields: int) -> None:
+        times = ["dynamo_cumulative", "aot_autograd_cumulative", "inductor_cumulative"]
+        names = [f"{name}_compile_time_us" for name in times]
+        names += ["compile_time_autotune_time_us"]
+        names += [f"inductor_fx_local_cache_{result}_count" for result in ("hit", "miss")]
+        self.__dict__.update(dict.fromkeys(names), **fields)
+
+
+def test_the_time_of_a_stage_excludes_the_stages_inside_it() -> None:
+    record = Record(
+        dynamo_cumulative_compile_time_us=10_000_000,
+        aot_autograd_cumulative_compile_time_us=7_000_000,
+        inductor_cumulative_compile_time_us=5_000_000,
+        compile_time_autotune_time_us=2_000_000,
+    )
+    assert _seconds(record) == {
+        CompileStage.DYNAMO: 3.0,
+        CompileStage.AOT: 2.0,
+        CompileStage.INDUCTOR: 3.0,
+        CompileStage.AUTOTUNE: 2.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "results"),
+    [
+        ({"inductor_fx_local_cache_hit_count": 1}, {"hit": 1, "miss": 0}),
+        ({"inductor_fx_local_cache_miss_count": 2}, {"hit": 0, "miss": 2}),
+        ({"inductor_cumulative_compile_time_us": 5}, {"bypass": 1}),
+        ({}, {}),
+    ],
+    ids=str,
+)
+def test_the_cache_is_hit_missed_or_bypassed(
+    fields: dict[str, int], results: dict[str, int]
+) -> None:
+    assert {str(k): v for k, v in _cache_results(Record(**fields)).items()} == results
+
+
+@pytest.mark.slow
+def test_torchs_own_cache_is_seen_to_miss_and_hit_and_packed_weights_to_bypass_it(
+    module: torch.nn.Module,
+    monitor: CompileMonitor,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    for expected in ({"miss": 1}, {"miss": 1, "hit": 1}):
+        with torch.no_grad():
+            compiled(module, "p", backend="inductor", monitor=monitor)(ids(3, 8))
+        monitor.collect(CompilePhase.WARMUP)
+        for result in ("hit", "miss", "bypass"):
+            assert count(monitor, "compile_cache_total", result=result) == expected.get(result, 0)
+    with torch.no_grad(), freezing(True):
+        compiled(module, "p", backend="inductor", monitor=monitor)(ids(3, 8))
+    monitor.collect(CompilePhase.WARMUP)
+    assert count(monitor, "compile_cache_total", result="bypass") == 1
+    assert count(monitor, "compiles_total", stage="inductor") == 2  # not for the hit
+
+
+def test_a_planted_overflow_of_the_recompile_limit_runs_eager_counted_and_logged_once(
+    module: torch.nn.Module, monitor: CompileMonitor, caplog: pytest.LogCaptureFixture
 ) -> None:
     programs = Programs(module, tier=Tier.COMPILED, freeze=False, backend="eager", monitor=monitor)
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1):
         programs.compile_many(lambda program: program(ids(3, 8)))
+        monitor.collect(CompilePhase.WARMUP)
         run, _ = programs.for_sizes({"batch": 2, "seq": 4})
         planted = ids(2, 4).to(torch.int32)
-        assert torch.allclose(run(planted)[0], module(planted)[0])
-    assert monitor.eager_frames == count(monitor, "eager_frames_total") == 1
+        for calls in (1, 2):
+            assert torch.allclose(run(planted)[0], module(planted)[0])
+            assert monitor.collect(CompilePhase.REQUEST, "batch=2,seq=4") == ()
+            assert count(monitor, "eager_frames_total", reason="recompile_limit") == calls
+    assert count(monitor, "recompiles_total") == 0  # nothing was compiled
+    (error,) = errors(caplog)
+    assert "eager frame (recompile_limit)" in error
+    assert "at batch=2,seq=4" in error
+    assert "dtype mismatch" in error
 
 
 def test_a_cache_directory_that_cannot_be_written_is_replaced_with_a_warning(

@@ -356,7 +356,7 @@ def test_contradicting_limits_are_refused(limits: dict[str, Any], expected: str)
         ),
         ({"dtype": "int8"}, "models[0].dtype: got 'int8', must be 'float32', 'bfloat16' or 'flo"),
         ({"polcy": {}}, "models[0].polcy: unknown key 'polcy'; did you mean 'policy'?"),
-        ({"compile": {"eager_islands": []}}, "models[0].compile.eager_islands: unknown key"),
+        ({"compile": {"eager_isles": []}}, "models[0].compile.eager_isles: unknown key"),
         ({"compile": {"strict": "yes"}}, "models[0].compile.strict: got 'yes', must be true or"),
         ({"rare_shapes": {"seq": {"max_padding_waste": 0}}}, "max_padding_waste: got 0, must be g"),
         (

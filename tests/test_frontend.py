@@ -326,6 +326,24 @@ async def test_a_chunked_body_is_read_no_further_than_the_limit_in_memory(
 
 
 @pytest.mark.asyncio
+async def test_while_it_drains_work_is_refused_with_503_and_what_runs_is_answered(
+    service: Service,
+) -> None:
+    idle: list[bool] = []
+    running = asyncio.create_task(service.embed("slow 0.2"))
+    await asyncio.sleep(0.05)
+    service.frontend.drain(lambda: idle.append(True))
+    refused = await service.embed("a")
+    assert (refused.status_code, error_of(refused)["code"]) == (503, "unavailable")
+    assert int(refused.headers["retry-after"]) >= 1
+    assert (await service.http.get("/v1/models")).status_code == 200
+    assert not idle
+    assert (await running).status_code == 200
+    assert idle
+    assert service.frontend.in_flight == 0
+
+
+@pytest.mark.asyncio
 async def test_a_chunked_body_within_the_limit_is_answered(service: Service) -> None:
     async def chunks() -> AsyncIterator[bytes]:
         for part in (b'{"model":"mini",', b'"input":"a"}'):

@@ -50,9 +50,9 @@ class Call:
 
 
 class Replica(GrpcMethods):
-    """The methods around a frontend with two fake models."""
+    """The methods around a frontend with two fake models, or around another one."""
 
-    def __init__(self) -> None:
+    def __init__(self, frontend: Frontend | None = None) -> None:
         self.metrics = Metrics()
         self.state: Any = "ready"
         self.engines = {
@@ -61,7 +61,7 @@ class Replica(GrpcMethods):
             ).start()
             for name in ("mini", "other")
         }
-        self.frontend = Frontend(
+        self.frontend = frontend or Frontend(
             self.engines,  # type: ignore[arg-type]
             aliases={"mini": ("ada",)},
             metrics=self.metrics,
@@ -104,6 +104,14 @@ def replica() -> Iterator[Replica]:
 
 def run(test: Callable[[], Awaitable[Any]]) -> Any:
     return asyncio.run(test())  # type: ignore[arg-type]
+
+
+def test_while_it_drains_calls_are_unavailable(replica: Replica) -> None:
+    call = Call()
+    replica.frontend.drain(lambda: None)
+    assert run(lambda: replica.infer("a", call=call)) is None
+    assert call.code is grpc.StatusCode.UNAVAILABLE
+    assert "stopping" in call.details
 
 
 # --- answers --------------------------------------------------------------------------------------

@@ -37,9 +37,18 @@ def test_a_warming_replica_is_503_with_its_progress() -> None:
         "stage": "compile",
         "detail": "batch=8,seq=64",
         "message": "",
+        "in_flight": 0,
         "age_s": 0.5,
         "fresh": True,
     }
+
+
+def test_whoever_stops_the_service_sees_what_is_still_answered() -> None:
+    board = Board()
+    board.report(ReplicaReport("a", "draining", in_flight=3), 0.0)
+    board.report(ReplicaReport("b", "draining", in_flight=2), 0.0)
+    status, content = ready(board, 1.0)
+    assert (status, content["state"], content["in_flight"]) == (503, "draining", 5)
 
 
 def test_one_sealed_replica_is_enough() -> None:

@@ -112,7 +112,9 @@ def test_the_decision_modules_load_neither_torch_nor_ray() -> None:
     assert loaded_by("; ".join(f"import shapeserve.{name}" for name in names)) == set()
 
 
-@pytest.mark.parametrize("name", ["batcher", "models.spec", "protocols", "traces", "plan", "cli"])
+@pytest.mark.parametrize(
+    "name", ["batcher", "lanes", "models.spec", "protocols", "traces", "plan", "tuning", "cli"]
+)
 def test_what_needs_no_device_loads_neither_torch_nor_ray(name: str) -> None:
     assert loaded_by(f"import shapeserve.{name}") == set()
 

@@ -71,6 +71,7 @@ def test_haproxy_and_the_replicas_get_ports_and_files_of_their_own(tmp_path: Pat
     flags = launch._flags(config(), tmp_path)
     ports = {v for k, v in flags.items() if k.endswith("_PORT")}
     files = [v for k, v in flags.items() if k.endswith(("_PATH", "_LOC", "_BASE", "_FILE"))]
+    files.remove(flags["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"])
     assert len(ports) == 8
     assert len(files) == 6
     assert [file for file in files if not Path(file).is_relative_to(tmp_path)] == []
@@ -152,7 +153,7 @@ def test_without_a_grpc_port_there_is_no_grpc(tmp_path: Path) -> None:
     assert not [name for name in launch._flags(config(), tmp_path) if name.endswith("MESSAGE_SIZE")]
 
 
-@pytest.mark.parametrize(("body", "message"), [(1 << 20, 64 << 20), (1 << 30, 4 << 30)])
+@pytest.mark.parametrize(("body", "message"), [(1 << 20, 64 << 20), (1 << 29, 4 << 29)])
 def test_grpc_reads_no_message_far_above_the_limit(tmp_path: Path, body: int, message: int) -> None:
     flags = launch._flags(config(grpc_port=9, max_body_bytes=body), tmp_path)
     assert int(flags["RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"]) == min(message, 2**31 - 1)

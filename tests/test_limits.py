@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from fake_engine import FakeSample
 from test_frontend import Service
+from test_grpc_frontend import Call, Replica
 
 from shapeserve.config import ServeConfig
 from shapeserve.errors import ConfigError, InvalidRequest
@@ -294,10 +295,43 @@ async def test_a_compressed_body_counts_with_what_it_becomes() -> None:
     service.frontend.close()
 
 
+def test_a_larger_body_makes_room_for_as_many() -> None:
+    serve = {"max_body_bytes": 2**30}
+    config = ServeConfig.from_dict({"models": [{"path": "x"}], "serve": serve})
+    assert config.serve.inflight_bytes == 64 * 2**30
+
+
 def test_room_for_less_than_one_body_is_a_mistake_in_the_configuration() -> None:
     serve = {"max_body_bytes": 1000, "max_inflight_bytes": 1999}
     with pytest.raises(ConfigError, match="use 2000 or more"):
         ServeConfig.from_dict({"models": [{"path": "x"}], "serve": serve})
+
+
+# --- gRPC -------------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("texts", "fields", "code", "details"),
+    [
+        (["a", "b", "c"], {}, "INVALID_ARGUMENT", "48 bytes, at most 32 are sent"),
+        (["a"], {"id": LONG}, "INVALID_ARGUMENT", f"at most {WORD} are sent back"),
+        (["a"], {"outputs": [{"name": "x"}] * 257}, "INVALID_ARGUMENT", f"at most {TENSORS}"),
+        (["a" * 3000], {}, "RESOURCE_EXHAUSTED", "serve.max_inflight_bytes"),
+    ],
+    ids=["answer", "id", "outputs", "bodies"],
+)
+async def test_the_same_bounds_hold_over_grpc(
+    texts: list[str], fields: dict[str, Any], code: str, details: str
+) -> None:
+    made = Service(max_body_bytes=10_000, max_inflight_bytes=3000, max_answer_bytes=2 * 4 * 4)
+    replica = Replica(made.frontend)
+    call = Call()
+    assert await replica.infer(*texts, call=call, **fields) is None
+    assert (call.code.name, details in call.details) == (code, True), call.details
+    assert await replica.infer("a", "b") is not None
+    assert made.frontend._service.bodies.held_bytes == 0
+    made.frontend.close()
 
 
 # --- nothing is fetched -----------------------------------------------------------------------
@@ -359,7 +393,7 @@ def test_the_table_of_bounds_has_the_values_of_the_code() -> None:
     limits = ServeConfig.from_dict({"models": [{"path": "x"}]}).models[0].limits
     known = {
         "serve.max_body_bytes": serve.max_body_bytes,
-        "serve.max_inflight_bytes": serve.max_inflight_bytes,
+        "serve.max_inflight_bytes": serve.inflight_bytes,
         "serve.max_answer_bytes": serve.max_answer_bytes,
         "limits.max_rows": limits.max_rows,
         "limits.max_queue_rows": limits.max_queue_rows,

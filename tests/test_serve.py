@@ -251,7 +251,7 @@ async def test_the_asynchronous_tritonclient_gets_its_own_rows_from_many_request
     [
         ("gpt", ["a"], "404", "served are: ada, fake, narrow, ranker, tiny"),
         ("tiny", ["a", " "], "400", r"input\[1\] is empty"),
-        ("narrow", ["a"] * 5, "429", "queue"),
+        ("narrow", ["a"] * 5, "400", "queue"),
         ("fake", ["a", "nan"], "500", r"input\[1\]"),
         ("fake", ["a" * MAX_BODY], "413", f"the limit is {MAX_BODY}"),
     ],
@@ -281,7 +281,7 @@ def test_tritonclient_shows_the_status_and_the_message_of_an_error(
         ({"content": b" " * (20 * MAX_BODY)}, 413, "body_too_large"),
         ({"content": (b" " * 10_000 for _ in range(30))}, 413, "body_too_large"),
         ({"json": {"model": "fake", "input": "full"}}, 429, "queue_full"),
-        ({"json": {"model": "narrow", "input": ["a"] * 5}}, 429, "queue_full"),
+        ({"json": {"model": "narrow", "input": ["a"] * 5}}, 400, "too_many_rows"),
         ({"json": {"model": "fake", "input": ["a", "nan"]}}, 500, "row_failed"),
         ({"json": {"model": "fake", "input": "crash"}}, 500, "internal_error"),
     ],

@@ -1,5 +1,6 @@
 """The service on Ray Serve behind HAProxy, which is what ``shapeserve serve`` starts by default."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -233,10 +234,22 @@ def test_ctrl_c_in_a_terminal_answers_what_is_in_flight_and_leaves_nothing(
         thread.start()
     eventually(lambda: service.total("queue_rows") == 5)
     service.interrupt_group()
+    late: list[httpx.Response] = []
+
+    def ask_late() -> None:
+        with contextlib.suppress(httpx.TransportError):  # it has stopped
+            while True:
+                late.append(service.embed("a"))
+
+    asking.append(threading.Thread(target=ask_late))
+    asking[-1].start()
     said = service.until("stopped")
     for thread in asking:
         thread.join()
     assert statuses == [200] * 4
+    refused = [response for response in late if response.status_code != 200]
+    assert {r.status_code for r in refused[:-3]} == {503}  # HAProxy's own words are the last
+    assert refused[0].json()["error"]["code"] == "unavailable"
     assert len(by_grpc) == 1
     assert said["seconds"] <= DRAIN_S + 5
     assert service.process.wait(60) == 0

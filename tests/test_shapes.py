@@ -250,3 +250,14 @@ def test_a_row_below_the_shortest_is_refused_and_harms_nobody(limit: int | dict[
         assert e.value.code == "too_short"
         (result,) = engine.run([frames(4)])
         assert error_of(engine, frames(4), result, frames=4) < TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_an_input_that_is_not_finite_is_refused_and_not_taken_for_our_fault(
+    images: Engine, value: float
+) -> None:
+    bad = image((7, 9))
+    bad["pixels"][1, 2, 3] = value
+    where = rf"input\[1\] pixels holds {value} at \[1, 2, 3\]"
+    with pytest.raises(InvalidRequest, match=where):
+        images.prepare([image((7, 9)), bad])

@@ -1,10 +1,11 @@
 import gzip
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from shapeserve.errors import ConfigError
-from shapeserve.traces import Trace, read_lengths, read_shapes, read_trace
+from shapeserve.traces import Traffic, read_lengths, read_shapes, read_traffic
 
 
 def write(path: Path, text: str) -> Path:
@@ -15,8 +16,70 @@ def write(path: Path, text: str) -> Path:
 
 @pytest.mark.parametrize("name", ["trace.csv", "trace.csv.gz"])
 def test_a_trace_keeps_order_and_times(tmp_path: Path, name: str) -> None:
-    path = write(tmp_path / name, "t_s,len\n0.0000,12\n0.5,7\n0.5,12\n")
-    assert read_trace(path) == Trace((0.0, 0.5, 0.5), (12, 7, 12))
+    traffic = read_traffic(write(tmp_path / name, "t_s,len\n0.0000,12\n0.5,7\n0.5,12\n"))
+    assert traffic.axes == ("seq",)
+    assert traffic.sizes.tolist() == [[12], [7], [12]]
+    assert traffic.times_s is not None
+    assert traffic.times_s.tolist() == [0.0, 0.5, 0.5]
+    assert traffic.rows == 3
+
+
+def test_columns_behind_len_are_ignored_and_other_names_are_axes(tmp_path: Path) -> None:
+    one = read_traffic(write(tmp_path / "one.csv", "t_s,len,model\n0,12,a\n1,7,b\n"))
+    assert (one.axes, one.sizes.tolist()) == (("seq",), [[12], [7]])
+    two = read_traffic(write(tmp_path / "two.csv", "t_s,height,width\n0,480,640\n1,64,32\n"))
+    assert (two.axes, two.sizes.tolist()) == (("height", "width"), [[480, 640], [64, 32]])
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
+def test_a_jsonl_trace_reads_as_the_csv_one_whatever_the_order_of_keys(
+    tmp_path: Path, name: str
+) -> None:
+    lines = '{"len": 12, "t_s": 0, "ids": [1]}\n\n{"t_s": 0.5, "len": 7}\n'
+    traffic = read_traffic(write(tmp_path / name, lines))
+    assert (traffic.axes, traffic.sizes.tolist()) == (("seq",), [[12], [7]])
+    histogram = write(tmp_path / "h.jsonl", '{"count": 3, "tokens": 9, "licence": "MIT"}\n')
+    assert read_lengths(histogram) == {9: 3}
+    axes = write(tmp_path / "i.jsonl", '{"height": 4, "t_s": 0, "width": 8}\n')
+    assert read_traffic(axes).axes == ("height", "width")
+
+
+def traffic_of(*lengths: int, timed: bool = True) -> Traffic:
+    sizes = np.array(lengths)[:, None]
+    times_s = np.arange(float(len(lengths))) if timed else None
+    return Traffic(("seq",), sizes, np.ones(len(lengths)), times_s)
+
+
+def test_halves_of_a_trace_are_by_row_order_and_the_second_may_be_longer() -> None:
+    first, second = traffic_of(5, 1, 9, 2, 7).halves()
+    assert first.sizes[:, 0].tolist() == [5, 1]
+    assert second.sizes[:, 0].tolist() == [9, 2, 7]
+    assert second.times_s is not None
+    with pytest.raises(ConfigError, match="at least 2 are needed"):
+        traffic_of(5).halves()
+
+
+def test_halves_of_a_histogram_are_dealt_at_random_and_add_up() -> None:
+    histogram = Traffic(("seq",), np.array([[4], [9], [30]]), np.array([1000.0, 1001.0, 1.0]))
+    first, second = histogram.halves()
+    assert (first.rows, second.rows) == (1001, 1001)
+    assert 400 < first.counts[0] < 600  # not all of the short ones
+    total = sum(
+        dict(zip(h.sizes[:, 0].tolist(), h.counts, strict=True)).get(9, 0) for h in (first, second)
+    )
+    assert total == 1001
+    assert histogram.halves()[0].counts.tolist() == first.counts.tolist()
+
+
+def test_a_histogram_of_billions_of_rows_is_dealt_too() -> None:
+    histogram = Traffic(("seq",), np.array([[4], [9]]), np.array([3e9, 1e12]))
+    first, second = histogram.halves()
+    assert first.rows + second.rows == histogram.rows
+    assert first.counts / histogram.counts == pytest.approx([0.5, 0.5], abs=1e-3)
+
+
+def test_clipping_keeps_every_row() -> None:
+    assert traffic_of(5, 100).clipped({"seq": 8}).sizes[:, 0].tolist() == [5, 8]
 
 
 def test_lengths_of_a_trace_are_counted_in_ascending_order(tmp_path: Path) -> None:
@@ -30,8 +93,7 @@ def test_lengths_of_a_histogram_add_up_repeated_lines(tmp_path: Path) -> None:
 
 
 def test_recorded_files_are_read_whole(data_dir: Path) -> None:
-    trace = read_trace(data_dir / "enc_rag_mix.csv.gz")
-    assert len(trace.lengths) == 19366
+    assert read_traffic(data_dir / "enc_rag_mix.csv.gz").rows == 19366
     assert sum(read_lengths(data_dir / "enc_rag_mix.csv.gz").values()) == 19366
     assert min(read_lengths(data_dir / "q_xquad.csv.gz")) == 6
 
@@ -48,6 +110,12 @@ BAD = {
     "time word": ("t_s,len\nnow,1\n", r":2: t_s='now'"),
     "time nan": ("t_s,len\nnan,1\n", r":2: t_s='nan'"),
     "time backwards": ("t_s,len\n2,1\n1,1\n", r":3: t_s='1'; seconds of at least 2"),
+    "length beyond any model": (
+        "t_s,len\n0,9999999999\n",
+        r":2: len='9999999999'; .* at most 2147",
+    ),
+    "axis twice": ("t_s,height,height\n0,1,1\n", r":1: header is 't_s,height,height'"),
+    "second axis": ("t_s,height,width\n0,1,1\n0,1,-3\n", r":3: width='-3'"),
     "line after a blank one": ("t_s,len\n\n0,1\n0,?\n", r":4: len='\?'"),
 }
 
@@ -59,9 +127,25 @@ def test_a_bad_line_is_named_with_its_number(tmp_path: Path, text: str, message:
         read_lengths(path)
 
 
-def test_a_histogram_is_not_a_trace(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"a trace has t_s,len"):
-        read_trace(write(tmp_path / "h.csv", "tokens,count\n8,1\n"))
+BAD_JSON = {
+    "no object": ('{"t_s": 0, "len": 3}\n7\n', r":2: '7'; a JSON object is needed"),
+    "no JSON": ('{"t_s": 0, "len"\n', r":1: .*; a JSON object is needed"),
+    "key missing": (
+        '{"t_s": 0, "len": 3}\n{"t_s": 0}\n',
+        r":2: has no len; every line has t_s, len",
+    ),
+    "length true": ('{"t_s": 0, "len": true}\n', r":1: len='true'"),
+    "length text": ('{"t_s": 0, "len": "8"}\n', r':1: len=\'"8"\''),
+    "other keys": ('{"a": 0}\n', r":1: header is 'a'"),
+    "empty": ("\n", r":1: header is ''"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), BAD_JSON.values(), ids=BAD_JSON.keys())
+def test_a_bad_json_line_is_named_with_its_number(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path / "bad.jsonl", text)
+    with pytest.raises(ConfigError, match=message):
+        read_traffic(path)
 
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:

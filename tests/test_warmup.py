@@ -139,3 +139,22 @@ def test_a_capture_that_the_budget_refuses_is_counted_and_strict_refuses_to_star
         with refused if strict else nullcontext():
             engine.on_device(lambda: verify._capture(context, engine.grid.buckets[0]))
         assert engines.value(engine, "captures_total", outcome="refused") == 1
+
+
+def test_a_compile_after_the_seal_is_an_error_with_the_bucket_that_ran(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with engines.started(engines.module_config("masked_tokens")) as engine:
+        row = {"ids": np.arange(1, 7)}
+        before = engine.on_device(torch.get_num_threads)
+        engine.on_device(lambda: torch.set_num_threads(before + 1))  # torch guards on it
+        try:
+            (result,) = engine.run([row])
+            engine.run([row])
+        finally:
+            engine.on_device(lambda: torch.set_num_threads(before))
+        assert engines.value(engine, "recompiles_total", reason="global_state") == 1
+    errors = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+    (error,) = (text for text in errors if text.startswith("recompile on the request path"))
+    assert f"of model masked_tokens at {result.bucket}: " in error
+    assert "num_threads" in error

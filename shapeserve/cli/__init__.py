@@ -1,4 +1,4 @@
-"""The command line: ``shapeserve serve | config | plan``.
+"""The command line: ``shapeserve serve | config | plan | explain | evaluate | tune | simulate``.
 
 Exit code 0: done. 1: it failed. 2: bad usage or input. Errors are one message on stderr.
 """
@@ -11,8 +11,12 @@ import click
 
 from shapeserve import __version__
 from shapeserve.cli.config import config_command
+from shapeserve.cli.evaluate import evaluate_command
+from shapeserve.cli.explain import explain_command
 from shapeserve.cli.plan import plan_command
 from shapeserve.cli.serve import serve_command
+from shapeserve.cli.simulate import simulate_command
+from shapeserve.cli.tune import tune_command
 from shapeserve.errors import ConfigError, ShapeServeError
 
 __all__ = ["main"]
@@ -35,7 +39,10 @@ class _Group(click.Group):
 
 @click.group(
     cls=_Group,
-    commands=[serve_command, config_command, plan_command],
+    commands=[
+        *(serve_command, config_command, plan_command, explain_command),
+        *(evaluate_command, tune_command, simulate_command),
+    ],
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(__version__, prog_name="shapeserve")
@@ -45,6 +52,10 @@ def main() -> None:
     \b
     Examples:
       shapeserve plan --model ./all-MiniLM-L6-v2      what would be built, and why
+      shapeserve explain --model ./all-MiniLM-L6-v2   does it compile as one graph
+      shapeserve evaluate --model ./all-MiniLM-L6-v2  is it compiled, and is it worth it
       shapeserve serve --model ./all-MiniLM-L6-v2     serve it until Ctrl-C
       shapeserve config service.yaml                  every value, defaults included
+      shapeserve tune --trace trace.csv.gz            bucket sizes for your traffic
+      shapeserve simulate --trace trace.csv.gz service.yaml     what they will do
     """

@@ -1,12 +1,16 @@
-"""What several commands share: where the configuration comes from, and JSON output."""
+"""What several commands share: the configuration, JSON output, progress."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from shapeserve.config import ServeConfig
 from shapeserve.errors import ConfigError
@@ -23,6 +27,33 @@ json_option = click.option(
     metavar="PATH|-",
     help="Write the result as JSON to PATH; - prints it instead of the table.",
 )
+
+
+def debug_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the switches that keep or print what torch says while it compiles."""
+    keep = click.option(
+        "--compile-debug-dir",
+        metavar="DIR",
+        help="Keep torch's trace (for tlparse) and logs of the compiles in DIR.",
+    )
+    show = click.option(
+        "--log-recompiles",
+        is_flag=True,
+        help="Have torch print every recompile with the guard that failed.",
+    )
+    return keep(show(command))
+
+
+def with_debug(config: ServeConfig, debug_dir: str | None, log_recompiles: bool) -> ServeConfig:
+    """Return ``config`` with these switches on for every model."""
+    changed: dict[str, Any] = {"log_recompiles": True} if log_recompiles else {}
+    if debug_dir is not None:
+        changed["debug_dir"] = str(Path(debug_dir).resolve())
+    models = tuple(
+        m.model_copy(update={"compile": m.compile.model_copy(update=changed)})
+        for m in config.models
+    )
+    return config.model_copy(update={"models": models})
 
 
 def load_config(config_path: str | None, model: str | None, name: str | None = None) -> ServeConfig:
@@ -57,3 +88,18 @@ def write_json(data: Any, target: str) -> None:
         raise ConfigError(
             f"--json {target}: cannot be written: {error.strerror}; give another path, or -"
         ) from error
+
+
+@contextlib.contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on stderr while something takes long, if that is a terminal.
+
+    Yields what is told how many steps of how many are done.
+    """
+    console = Console(stderr=True)
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

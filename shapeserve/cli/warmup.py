@@ -1,4 +1,4 @@
-"""Shows the warm-up of a service: a bar on a terminal, a few lines elsewhere."""
+"""Shows long work, such as a warm-up: a bar on a terminal, a few lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ _LINES = 4  # arbitrary: without a terminal, say so often how far a stage is
 
 
 class WarmupDisplay:
-    """What ``Service.wait_ready`` calls; a context manager.
+    """What ``Service.wait_ready`` and ``evaluate`` call; a context manager.
 
     Args:
         console: where to.
+        title: what is going on.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, title: str = "warming up") -> None:
         self._console = console
+        self._title = title
         self._said: tuple[str, int] | None = None
         self._bar = Progress(
-            TextColumn("warming up"),
+            TextColumn(title),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.description}"),
@@ -43,7 +45,7 @@ class WarmupDisplay:
         said = (step, done * _LINES // total if total else 0)
         if said != self._said:
             self._said = said
-            self._console.print(f"warming up: {step}" + (f" {done}/{total}" if total else ""))
+            self._console.print(f"{self._title}: {step}" + (f" {done}/{total}" if total else ""))
 
     def __enter__(self) -> Self:
         self._bar.start()

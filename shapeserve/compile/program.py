@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,30 +15,38 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 
+from shapeserve.compile.decompose import Table, decomposing
 from shapeserve.compile.monitor import CompileMonitor
 from shapeserve.layout import Forward
 
 _SERIAL = itertools.count()
+# Two programs of a model with up to 32 layers of one class; below torch's bound of 256 in all.
+_LIMIT_WITH_BREAKS = 64
 
 
-def compiler_backend(name: str) -> Callable[..., Any]:
-    """Return torch's compiler function for ``inductor`` or ``eager`` (trace and guard only)."""
+def compiler_backend(name: str, decompositions: Table | None = None) -> Callable[..., Any]:
+    """Return torch's compiler function for ``inductor`` or ``eager`` (trace and guard only).
+
+    Only Inductor decomposes.
+    """
     if name == "eager":
         return lambda gm, example_inputs: gm.forward
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx
+    return decomposing(compile_fx, decompositions) if decompositions else compile_fx
 
 
 class Program:
     """A compiled program with a code object of its own; called with the tensors in spec order."""
 
-    def __init__(self, run: Forward, code: types.CodeType) -> None:
+    def __init__(self, run: Forward, code: types.CodeType, monitor: CompileMonitor) -> None:
         self._run = run
         self._code = code
+        self._monitor = monitor
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run, and compile where no earlier compile holds for these inputs."""
+        self._monitor.running()
         return self._run(*inputs)
 
     def run_only(self, eager: Forward, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -68,8 +76,10 @@ def compiled(
     backend: str,
     monitor: CompileMonitor,
     fullgraph: bool = True,
+    decompositions: Table | None = None,
+    dynamic: bool = True,
 ) -> Program:
-    """Wrap ``module`` as a dynamic-shape program with a code object of its own.
+    """Wrap ``module`` as a program with a code object of its own: of any shape if ``dynamic``.
 
     The code object is copied because Dynamo keeps its cache entries, and counts its
     ``recompile_limit`` of 8, on it: programs that shared one would push each other into eager
@@ -78,7 +88,9 @@ def compiled(
 
     Guards on the module's weights and attributes are dropped where torch allows it: a serving
     module is frozen, and checking a few hundred of them costs 0.3-0.6 ms a call on the CPU. Those
-    on shapes, dtypes and the global state (grad mode, threads) stay.
+    on shapes, dtypes and the global state (grad mode, threads) stay. With graph breaks all of them
+    stay: layers of one class then share a compiled frame, and only the guards tell them apart; for
+    the same reason such a frame may be compiled once for each layer.
 
     The compiles are those of the model that ``monitor`` counts for.
     """
@@ -89,19 +101,28 @@ def compiled(
 
     if not fullgraph:
         torch._dynamo.config.fail_on_recompile_limit_hit = True
-    own = _with_own_code(forward, f"{name}_{next(_SERIAL)}")
-    keep = getattr(torch.compiler, "keep_portable_guards_unsafe", None)
+        limit = max(torch._dynamo.config.recompile_limit, _LIMIT_WITH_BREAKS)
+        torch._dynamo.config.recompile_limit = limit
+    own = with_own_code(forward, f"{name}_{next(_SERIAL)}")
+    keep = served_guards() if fullgraph else None
     run: Forward = torch.compile(
         own,
-        backend=monitor.counting(compiler_backend(backend), f"shapeserve_{backend}"),
-        dynamic=True,
+        backend=monitor.counting(
+            compiler_backend(backend, decompositions), f"shapeserve_{backend}"
+        ),
+        dynamic=dynamic,
         fullgraph=fullgraph,
         options={"guard_filter_fn": keep} if keep else None,
     )
-    return Program(run, own.__code__)
+    return Program(run, own.__code__, monitor)
 
 
-def _with_own_code(fn: Callable[..., Any], name: str) -> types.FunctionType:
+def served_guards() -> Callable[[Sequence[Any]], Sequence[bool]] | None:
+    """Return what chooses the guards that a program of one graph keeps; None keeps all."""
+    return getattr(torch.compiler, "keep_portable_guards_unsafe", None)
+
+
+def with_own_code(fn: Callable[..., Any], name: str) -> types.FunctionType:
     """Copy ``fn`` with a fresh code object called ``name`` (it names every torch record)."""
     code = fn.__code__.replace(co_name=name, co_qualname=name)
     return types.FunctionType(code, fn.__globals__, name, fn.__defaults__, fn.__closure__)

@@ -7,6 +7,7 @@ is built only where padding one row to two is measured to cost more than it save
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported, UserError
 
 from shapeserve.buckets import BATCH, Bucket, Grid
+from shapeserve.compile.decompose import Table
 from shapeserve.compile.graph import GraphPool
 from shapeserve.compile.monitor import CompileMonitor
 from shapeserve.compile.program import Program, compiled, freezing
@@ -70,6 +72,9 @@ class Programs:
         backend: torch.compile backend, ``inductor`` or ``eager``.
         monitor: counts its compiles, and the calls that ran eager because of torch's recompile
             limit.
+        one_graph: whether to try without graph breaks first; they are certain where the module
+            has eager islands.
+        decompositions: what operators are made of, beside Inductor's own table.
     """
 
     def __init__(
@@ -81,6 +86,8 @@ class Programs:
         backend: str,
         monitor: CompileMonitor,
         compiles: bool | None = None,
+        one_graph: bool = True,
+        decompositions: Table | None = None,
     ) -> None:
         self.eager: Forward = module
         self.tier = tier
@@ -88,9 +95,23 @@ class Programs:
         self.frozen = freeze
         self._backend = backend
         self._monitor = monitor
+        self._one_graph = one_graph
+        self._decompositions = decompositions
         self._module = module
+        self._dynamic = True
         self._many: Program | None = None
         self._single: Program | None = None
+
+    def specialized(self, monitor: CompileMonitor) -> Programs:
+        """The same module with programs for exactly the sizes of their first call, none yet.
+
+        Args:
+            monitor: counts their compiles.
+        """
+        twin = copy.copy(self)
+        twin._dynamic, twin._monitor = False, monitor
+        twin._many = twin._single = None
+        return twin
 
     @property
     def min_batch(self) -> int:
@@ -114,17 +135,30 @@ class Programs:
         """Compile as one graph; where the module breaks the graph, once more with breaks."""
         with freezing(self.frozen):
             try:
-                program = self._wrapped(name)
+                program = self._wrapped(name, fullgraph=self._one_graph)
                 run(program)
             except (Unsupported, UserError) as error:
-                log.warning("the model does not compile as one graph, breaks allowed: %s", error)
+                if not self._one_graph:
+                    raise
+                log.warning(
+                    "the model does not compile as one graph, breaks allowed (`shapeserve explain` "
+                    "lists them): %s",
+                    error,
+                )
+                self._monitor.discard()
                 program = self._wrapped(name, fullgraph=False)
                 run(program)
         return program
 
-    def _wrapped(self, name: str, *, fullgraph: bool = True) -> Program:
+    def _wrapped(self, name: str, *, fullgraph: bool) -> Program:
         return compiled(
-            self._module, name, backend=self._backend, monitor=self._monitor, fullgraph=fullgraph
+            self._module,
+            name,
+            backend=self._backend,
+            monitor=self._monitor,
+            fullgraph=fullgraph,
+            decompositions=self._decompositions,
+            dynamic=self._dynamic,
         )
 
     def _or_eager(self, program: Program) -> Forward:

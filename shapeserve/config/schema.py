@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     AfterValidator,
     BeforeValidator,
+    Field,
     TypeAdapter,
     ValidationError,
     field_validator,
@@ -199,6 +200,12 @@ class Limits(_Frozen):
         return self
 
 
+_WORD = r"[A-Za-z_]\w*"
+_ModulePath = Annotated[str, Field(pattern=r"^\w+(\.\w+)*$")]
+_ImportPath = Annotated[str, Field(pattern=rf"^{_WORD}(\.{_WORD})*$")]
+_ImportName = Annotated[str, Field(pattern=rf"^{_WORD}(\.{_WORD})*:{_WORD}(\.{_WORD})*$")]
+
+
 class CompileConfig(_Frozen):
     """How variants are built."""
 
@@ -240,6 +247,44 @@ class CompileConfig(_Frozen):
         "true or false",
         False,
     )
+    eager_islands: tuple[_ModulePath, ...] = _field(
+        "Sub-modules of the model that run eagerly, outside the compiled graphs, as "
+        "`encoder.layer.3`: for code that torch cannot trace.",
+        "dotted names",
+        (),
+    )
+    custom_ops: tuple[_ImportPath, ...] = _field(
+        "Python modules imported before the model is loaded; they register operators and their "
+        "fake implementations.",
+        "dotted names",
+        (),
+    )
+    decompositions: tuple[_ImportName, ...] = _field(
+        "What operators are made of, so that they fuse with their neighbours: a mapping from "
+        "operator to function, or a function that returns one, as `package.module:name`.",
+        "dotted names",
+        (),
+    )
+    debug_dir: Name | None = _field(
+        "Keeps torch's own trace (for tlparse) and logs of the warm-up in this directory, relative "
+        "to the config file.",
+        "path",
+        None,
+    )
+    log_recompiles: Bool = _field(
+        "Have torch print every recompile of the process, with the guard that failed.",
+        "true or false",
+        False,
+    )
+
+    @model_validator(mode="after")
+    def _decomposes(self) -> Self:
+        if self.decompositions and self.backend != "inductor":
+            raise problem(
+                f"decompositions are for backend inductor, backend is {self.backend}; remove one",
+                "decompositions",
+            )
+        return self
 
 
 class Batching(_Frozen):
@@ -266,12 +311,11 @@ class ModelConfig(_Frozen):
         "path",
         None,
     )
-    import_: str | None = _field(
+    import_: _ImportName | None = _field(
         "Factory of a torch module, as `package.module:function`; needs `inputs` and `outputs`.",
         "dotted name",
         None,
         alias="import",
-        pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$",
     )
     inputs: Mapping[Name, InputSpec] | None = _field(
         "Inputs of an imported module, in call order.", "specs", None
@@ -483,11 +527,11 @@ class HttpConfig(_Frozen):
         16_777_216,
         ge=1,
     )
-    max_inflight_bytes: Int = _field(
+    max_inflight_bytes: Int | None = _field(
         "Request bodies that a replica holds at a time; while there are more, requests are refused "
-        "with 429.",
+        "with 429. Unset means 64 times `max_body_bytes`.",
         "bytes",
-        1_073_741_824,
+        None,
         ge=1,
     )
     max_answer_bytes: Int = _field(
@@ -504,6 +548,18 @@ class HttpConfig(_Frozen):
     drain_s: Float = _field(
         "Longest time to finish what is in flight when stopping.", "seconds", 10.0, ge=0
     )
+
+    @model_validator(mode="after")
+    def _room_for_one_body(self) -> Self:
+        # Twice, because a compressed body is held beside what it becomes.
+        if self.inflight_bytes < 2 * self.max_body_bytes:
+            raise problem(
+                f"max_inflight_bytes {self.max_inflight_bytes} has no room for one body of "
+                f"max_body_bytes {self.max_body_bytes}, compressed and not; use "
+                f"{2 * self.max_body_bytes} or more",
+                "max_inflight_bytes",
+            )
+        return self
 
     @model_validator(mode="after")
     def _two_ports(self) -> Self:
@@ -525,17 +581,10 @@ class HttpConfig(_Frozen):
             )
         return self
 
-    @model_validator(mode="after")
-    def _room_for_one_body(self) -> Self:
-        # Twice, because a compressed body is held beside what it becomes.
-        if self.max_inflight_bytes < 2 * self.max_body_bytes:
-            raise problem(
-                f"max_inflight_bytes {self.max_inflight_bytes} has no room for one body of "
-                f"max_body_bytes {self.max_body_bytes}, compressed and not; use "
-                f"{2 * self.max_body_bytes} or more",
-                "max_inflight_bytes",
-            )
-        return self
+    @property
+    def inflight_bytes(self) -> int:
+        """``max_inflight_bytes``, also where it is unset."""
+        return self.max_inflight_bytes or 64 * self.max_body_bytes
 
     @property
     def is_local(self) -> bool:
@@ -628,10 +677,14 @@ class ServeConfig(_Frozen):
 
 
 def _anchored(model: ModelConfig, base: Path) -> ModelConfig:
-    """Make a relative path absolute: replicas run in other working directories."""
-    if model.path is None or is_package_path(model.path):
-        return model
-    return model.model_copy(update={"path": str(base / Path(model.path).expanduser())})
+    """Make relative paths absolute: replicas run in other working directories."""
+    changed: dict[str, Any] = {}
+    if model.path is not None and not is_package_path(model.path):
+        changed["path"] = str(base / Path(model.path).expanduser())
+    if model.compile.debug_dir is not None:
+        kept = str(base / Path(model.compile.debug_dir).expanduser())
+        changed["compile"] = model.compile.model_copy(update={"debug_dir": kept})
+    return model.model_copy(update=changed)
 
 
 def parse_policy(data: Mapping[str, Any]) -> Policy:

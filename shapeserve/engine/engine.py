@@ -13,6 +13,7 @@ from typing import Literal, Self, TypeVar, overload
 
 from shapeserve.batcher import Batch, Batcher, Row
 from shapeserve.buckets import Grid
+from shapeserve.compile.debug import keep_artefacts, log_all_recompiles
 from shapeserve.compile.record import CompileRecord, compile_record
 from shapeserve.config import ModelConfig, Policy, ServeConfig
 from shapeserve.engine.build import Built, build, new_runner
@@ -156,7 +157,11 @@ class Engine:
         return self
 
     def _start_on_device(self) -> None:
-        built = self._built = build(self.config, self.metrics, self._report)
+        settings = self.config.compile
+        if settings.log_recompiles:
+            log_all_recompiles()
+        with keep_artefacts(settings.debug_dir, self.config.name or "model"):
+            built = self._built = build(self.config, self.metrics, self._report)
         self._executor = BatchExecutor(built.spec.name, self.metrics)
         self._batcher.set_overhead(launch_overhead(built.runner, built.probe))
         self._preparer = self._new_preparer(built)

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shapeserve.batcher import Lane
-from shapeserve.buckets import TOKENS, RowKey
 from shapeserve.dispatch import Dispatcher, Route
 from shapeserve.engine.rows import PreparedRow, PreparedSample, Sample
 from shapeserve.engine.texts import FIRST, SECOND, Texts
 from shapeserve.errors import InvalidRequest
-from shapeserve.layout import MIN_ROW_TOKENS, RowArrays
-from shapeserve.metrics import FallbackReason
+from shapeserve.lanes import Lanes
+from shapeserve.layout import RowArrays
 from shapeserve.models.spec import TensorSpec, TextPair
 from shapeserve.runner import ModelRunner
 
@@ -24,7 +22,6 @@ if TYPE_CHECKING:  # needs the extra ``hf``, which a service of other models may
 
 _NAMED_ROWS = 10  # a message names the first ten bad rows
 _KEPT_ROUTES = 4096  # every length of most text models; bounded, because clients choose sizes
-_FALLBACK_ALIGN = 8  # of packed rows beyond the grid: tensor cores take multiples of 8
 
 
 class Preparer:
@@ -52,11 +49,9 @@ class Preparer:
         self._dispatcher = dispatcher
         self._texts = Texts(tokenizer, runner.spec, dispatcher) if tokenizer else None
         self._max_rows = max_rows
-        self._max_fallback_elements = max_fallback_elements
         self._sent = {n: s for n, s in runner.spec.inputs.items() if s.make is None}
-        self._lanes: dict[RowKey, Lane] = {}
+        self._lanes = Lanes(runner.grid, max_fallback_elements)
         self._routes: dict[tuple[int | str | None, ...], Route] = {}
-        self._packed = _packed_lane(runner)
 
     def prepare(
         self,
@@ -187,6 +182,7 @@ class Preparer:
                     raise InvalidRequest(
                         f"{name} has size {size} along {dim}, expected {max(known, 1)}"
                     )
+            _check_finite(array, name)
             arrays[name] = array
         for axis, least in self._spec.min_length.items():
             if sizes[axis] < least:
@@ -226,38 +222,7 @@ class Preparer:
         return route
 
     def _prepared(self, row: RowArrays, route: Route) -> PreparedRow:
-        if self._packed is not None:
-            return self._packed_row(row, self._packed)
-        lane = self._lane(route.row, fallback=route.reason is not None)
-        cost = prod(size for _, size in route.row)
-        return PreparedRow(row, lane, cost, 1, route.reason, self._runner)
-
-    def _packed_row(self, row: RowArrays, lane: Lane) -> PreparedRow:
-        """Place a row on the tokens axis: whatever its length, it is not padded to others."""
-        length = _length(row)
-        if length <= lane.batch_sizes[-1]:
-            units = max(length, MIN_ROW_TOKENS)
-            return PreparedRow(row, lane, length, units, None, self._runner)
-        size = -(-length // _FALLBACK_ALIGN) * _FALLBACK_ALIGN
-        lane = Lane((), True, (size,), TOKENS)
-        return PreparedRow(row, lane, size, size, FallbackReason.OVER_MAX, self._runner)
-
-    def _lane(self, row: RowKey, *, fallback: bool) -> Lane:
-        if fallback:  # not kept: there are as many as clients care to send
-            return Lane(row, fallback, self._fallback_batches(row))
-        lane = self._lanes.get(row)
-        if lane is None:
-            lane = self._lanes[row] = Lane(row, fallback, self._runner.grid.batch_sizes(row))
-        return lane
-
-    def _fallback_batches(self, row: RowKey) -> tuple[int, ...]:
-        """Powers of two within the area of one fallback batch; one row is always allowed."""
-        area = prod(size for _, size in row)
-        largest = self._runner.grid.max_size("batch")
-        sizes = [1]
-        while sizes[-1] * 2 <= largest and sizes[-1] * 2 * area <= self._max_fallback_elements:
-            sizes.append(sizes[-1] * 2)
-        return tuple(sizes)
+        return PreparedRow(row, *self._lanes.place(row.sizes, route), self._runner)
 
     def _cut(self, row: RowArrays, kept: Mapping[str, int]) -> RowArrays:
         if self._texts is not None:
@@ -284,6 +249,16 @@ class Preparer:
         return RowArrays(arrays, {axis: end - start for axis, (start, end) in bounds.items()})
 
 
+def _check_finite(array: np.ndarray, name: str) -> None:
+    """Refuse NaN and infinity: the answer would be none either, and look like our fault."""
+    if array.dtype.kind != "f" or np.isfinite(array).all():
+        return
+    first = np.argwhere(~np.isfinite(array))[0]
+    raise InvalidRequest(
+        f"{name} holds {array[tuple(first)]} at {first.tolist()}; send finite numbers"
+    )
+
+
 def _as_array(value: Any, spec: TensorSpec) -> np.ndarray | None:
     """Return ``value`` as an array that the spec's dtype holds without loss of kind or range."""
     try:
@@ -306,13 +281,6 @@ def _check_below(array: np.ndarray, spec: TensorSpec) -> None:
         return
     bad = array[(array < 0) | (array >= spec.below)].flat[0]
     raise InvalidRequest(f"{spec.name} holds {bad}; values are 0 to {spec.below - 1}")
-
-
-def _packed_lane(runner: ModelRunner) -> Lane | None:
-    """The one lane of a packed grid; None for a padded one."""
-    if runner.grid.axes != (TOKENS,):
-        return None
-    return Lane((), False, tuple(bucket.size(TOKENS) for bucket in runner.grid.buckets), TOKENS)
 
 
 def _length(row: RowArrays) -> int:

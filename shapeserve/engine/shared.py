@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from shapeserve.config import ModelConfig
-from shapeserve.engine.build import device_kind
 from shapeserve.engine.device import DeviceThread
 from shapeserve.engine.engine import Engine
+from shapeserve.engine.modules import device_kind
 from shapeserve.metrics import Metrics
 
 

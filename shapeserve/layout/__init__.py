@@ -1,7 +1,8 @@
 """How rows become the tensors of a bucket, and its outputs become rows again."""
 
+from shapeserve.buckets import MIN_ROW_TOKENS
 from shapeserve.layout.base import Forward, Layout, Reading, RowOutputs
-from shapeserve.layout.packed import MIN_ROW_TOKENS, PackedLayout, max_rows
+from shapeserve.layout.packed import PackedLayout, max_rows
 from shapeserve.layout.padded import PaddedLayout, positions
 from shapeserve.layout.ragged import RaggedLayout
 from shapeserve.layout.rows import RowArrays

@@ -10,17 +10,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from shapeserve.buckets import TOKENS
+from shapeserve.buckets import MIN_ROW_TOKENS, TOKENS, padding
 from shapeserve.layout.base import Forward
 from shapeserve.layout.rows import RowArrays
 from shapeserve.layout.tokens import TokenLayout
-from shapeserve.metrics import REAL
-
-MIN_ROW_TOKENS = 4
-"""A row takes at least this much of a bucket, so a bucket of n tokens has n/4 rows at most.
-
-The number of rows decides the size of offsets and outputs; a text of two words has 4 tokens.
-"""
 
 
 def max_rows(tokens: int) -> int:
@@ -44,5 +37,4 @@ class PackedLayout(TokenLayout):
 
     def split(self, rows: Sequence[RowArrays], sizes: Mapping[str, int]) -> dict[str, int]:
         """Split the executed tokens into real ones and the tail."""
-        real = sum(row.sizes[self.axis] for row in rows)
-        return {REAL: real, f"padding_{TOKENS}": sizes[TOKENS] - real}
+        return padding((TOKENS,), [row.sizes for row in rows], sizes)

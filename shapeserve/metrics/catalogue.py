@@ -87,6 +87,7 @@ class CompileStage(StrEnum):
     DYNAMO = "dynamo"
     AOT = "aot_autograd"
     INDUCTOR = "inductor"
+    AUTOTUNE = "autotune"
 
 
 class CompilePhase(StrEnum):
@@ -113,9 +114,11 @@ class GraphBreakReason(StrEnum):
     """The kind of code that broke a graph; never the message's text."""
 
     DATA_DEPENDENT = "data_dependent"
+    OPAQUE_OP = "opaque_op"
     UNSUPPORTED_CALL = "unsupported_call"
     SIDE_EFFECT = "side_effect"
     EXPLICIT = "explicit"
+    EAGER_ISLAND = "eager_island"
     OTHER = "other"
 
 
@@ -124,6 +127,7 @@ class EagerFrameReason(StrEnum):
 
     RECOMPILE_LIMIT = "recompile_limit"
     UNSUPPORTED = "unsupported"
+    EAGER_ISLAND = "eager_island"
     OTHER = "other"
 
 
@@ -347,7 +351,7 @@ CATALOGUE: tuple[MetricDef, ...] = (
     ),
     _counter(
         "compiles_total",
-        "Compiles of torch, by stage and by when they ran.",
+        "Compiles of torch, by stage and by when they ran. `aot_autograd` counts the graphs.",
         model=Scope.MODEL,
         stage=CompileStage,
         phase=CompilePhase,
@@ -367,13 +371,15 @@ CATALOGUE: tuple[MetricDef, ...] = (
     ),
     _counter(
         "graph_breaks_total",
-        "Graph breaks met while compiling.",
+        "Graph breaks met while compiling, as torch counts them: one in a called function breaks "
+        "its callers too. `eager_island` are those that the configuration asks for.",
         model=Scope.MODEL,
         reason=GraphBreakReason,
     ),
     _counter(
         "eager_frames_total",
-        "Frames that should be compiled and ran eager instead.",
+        "Frames that should be compiled and ran eager: each call beyond torch's recompile limit, "
+        "each frame that cannot be compiled once.",
         model=Scope.MODEL,
         reason=EagerFrameReason,
     ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shapeserve.models.describe import describe
+from shapeserve.models.imports import import_custom_ops
 from shapeserve.models.spec import Head, LoadedModel, ModelSpec, TensorSpec, TextPair
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def load(config: ModelConfig, device: torch.device | str) -> LoadedModel:
         ConfigError: the config contradicts the model.
         ModelError: the model cannot be loaded; the message says what to do.
     """
+    import_custom_ops(config.compile.custom_ops)
     # Imported here, because torch and transformers take seconds that describe() must not cost.
     if config.import_ is not None:
         from shapeserve.models.module import load_module

@@ -24,6 +24,11 @@ class TextClassifier(nn.Module):
         super().__init__()
         self.model = model
 
+    @property
+    def inner(self) -> nn.Module:
+        """The transformers model."""
+        return self.model
+
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
     ) -> tuple[Tensor]:

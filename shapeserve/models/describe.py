@@ -57,6 +57,7 @@ def describe_text(config: ModelConfig, directory: TextDirectory) -> ModelSpec:
     if head is not None:
         _check_classifier(config)
     end, hard = _text_limits(config, directory)
+    _check_queue(config, {SEQ: hard})
     inputs, outputs = _text_inputs(directory), _text_outputs(config, directory)
     return ModelSpec(
         name=config.name or own_name(directory.root, str(config.path), directory.config),

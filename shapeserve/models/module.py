@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from shapeserve.errors import ModelError
 from shapeserve.models.describe import describe
+from shapeserve.models.imports import import_name
 from shapeserve.models.spec import LoadedModel, ModelSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -32,13 +32,19 @@ class ImportedModule(nn.Module):
         self._outputs = tuple(spec.outputs.values())
         self._dtype: torch.dtype = getattr(torch, spec.dtype)
 
+    @property
+    def inner(self) -> nn.Module:
+        """What the factory made."""
+        return self.module
+
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Run on tensors in spec order; return a tuple in spec order.
 
         Raises:
             ModelError: the outputs are not the declared ones.
         """
-        cast = (t.to(self._dtype) if t.is_floating_point() else t for t in inputs)
+        # Lists: where the module breaks the graph, torch cannot go on inside a generator.
+        cast = [t.to(self._dtype) if t.is_floating_point() else t for t in inputs]
         outputs = self._in_order(self.module(*cast))
         if len(outputs) != len(self._outputs):
             raise ModelError(
@@ -46,7 +52,7 @@ class ImportedModule(nn.Module):
                 "correct `outputs`"
             )
         pairs = zip(outputs, self._outputs, strict=True)
-        return tuple(self._as_declared(tensor, spec) for tensor, spec in pairs)
+        return tuple([self._as_declared(tensor, spec) for tensor, spec in pairs])
 
     def _in_order(self, outputs: object) -> tuple[object, ...]:
         if isinstance(outputs, Mapping):
@@ -93,15 +99,7 @@ def load_module(config: ModelConfig, device: torch.device | str) -> LoadedModel:
 
 
 def _make(path: str) -> nn.Module:
-    module_name, _, attributes = path.partition(":")
-    try:
-        factory: object = importlib.import_module(module_name)
-        for attribute in attributes.split("."):
-            factory = getattr(factory, attribute)
-    except (ImportError, AttributeError) as error:
-        raise ModelError(
-            f"import {path}: {error}; install the package or put its directory on PYTHONPATH"
-        ) from error
+    factory = import_name(path)
     if not callable(factory):
         raise ModelError(f"import {path} is {type(factory).__name__}; name a function or a class")
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 if TYPE_CHECKING:
     from torch import nn
@@ -145,3 +145,8 @@ class LoadedModel:
     fingerprint: str
     packed: nn.Module | None = None
     bounded: nn.Module | None = None
+
+    @property
+    def inner(self) -> nn.Module:
+        """The model as its author knows it, without what holds it to its spec."""
+        return cast("nn.Module", self.module.inner)

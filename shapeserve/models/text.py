@@ -50,6 +50,11 @@ class TextEncoder(nn.Module):
         self._normalize = normalize
         self._token_embeddings = token_embeddings
 
+    @property
+    def inner(self) -> nn.Module:
+        """The transformers model."""
+        return self.encoder
+
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
         """Encode, pool and normalise; token types are left out, so that the model takes zeros."""
         hidden = self.encoder(

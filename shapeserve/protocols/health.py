@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 from shapeserve.protocols.http import Reply, json_reply
 
-State = Literal["warming", "ready", "unhealthy", "failed"]
+State = Literal["warming", "ready", "draining", "unhealthy", "failed"]
 HEARTBEAT_S: Final = 1.0
 # Five heartbeats: some may be late on a busy machine, five in a row mean a dead process.
 FRESH_S: Final = 5 * HEARTBEAT_S
@@ -31,6 +31,7 @@ class ReplicaReport:
         stage: the step under way (``load``, ``compile``, ``verify`` …).
         detail: what of that stage (a bucket, for example), or empty.
         message: why it is unhealthy or failed, or empty.
+        in_flight: requests that it is answering.
     """
 
     replica: str
@@ -40,6 +41,7 @@ class ReplicaReport:
     stage: str = ""
     detail: str = ""
     message: str = ""
+    in_flight: int = 0
 
 
 class Board:
@@ -69,7 +71,8 @@ class Board:
         if self._draining:
             return "draining"
         fresh = {r.state for seen_s, r in self._last.values() if now - seen_s < FRESH_S}
-        best = (state for state in ("ready", "warming", "unhealthy", "failed") if state in fresh)
+        order = ("ready", "warming", "draining", "unhealthy", "failed")
+        best = (state for state in order if state in fresh)
         return next(best, "silent" if self._last else "starting")
 
     def ready(self, now: float) -> Reply:
@@ -86,6 +89,7 @@ class Board:
             "state": state,
             "done": sum(replica["done"] for replica in live),
             "total": sum(replica["total"] for replica in live),
+            "in_flight": sum(replica["in_flight"] for replica in live),
             "replicas": replicas,
         }
         return json_reply(content, 200 if state == "ready" else 503)

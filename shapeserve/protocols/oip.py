@@ -20,6 +20,7 @@ from shapeserve.protocols.http import MAX_TIMEOUT_S
 from shapeserve.protocols.oip_rows import Row, TensorInfo, info_of, read_rows
 from shapeserve.protocols.oip_types import (
     MAX_PARAMETERS,
+    MAX_TENSORS,
     MAX_WORD,
     Array,
     InferRequest,
@@ -108,6 +109,16 @@ def read(request: InferRequest, spec: ModelSpec, *, max_rows: int) -> Job:
         timeout_s=_timeout_s(parameters),
         parameters={key: value for key, value in parameters.items() if key not in _OURS},
     )
+
+
+def check_tensors(name: str, count: int) -> None:
+    """Refuse more inputs, or outputs, than any model has, before they are read."""
+    if count > MAX_TENSORS:
+        raise InvalidRequest(
+            f"{name} has {count} tensors, at most {MAX_TENSORS} are read; send each once, with all "
+            "its rows.",
+            param=name,
+        )
 
 
 def check_parameters(where: str, parameters: Parameters) -> None:

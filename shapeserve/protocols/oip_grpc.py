@@ -100,6 +100,8 @@ def read_infer(message: Any) -> InferRequest:
     Raises:
         InvalidRequest: naming the field, what it holds, what is allowed.
     """
+    oip.check_tensors("inputs", len(message.inputs))
+    oip.check_tensors("outputs", len(message.outputs))
     return InferRequest(
         model_name=message.model_name,
         model_version=message.model_version,

@@ -20,7 +20,6 @@ from shapeserve.protocols import oip, oip_rows
 from shapeserve.protocols.fields import MISSING
 from shapeserve.protocols.http import OCTETS, Reply, check_lists, json_reply
 from shapeserve.protocols.oip_types import (
-    MAX_TENSORS,
     InferRequest,
     InferResponse,
     RequestedOutput,
@@ -190,12 +189,7 @@ def _list(name: str, value: Any, *, required: bool = False) -> list[Any]:
             f"tensors{', and not empty' if required else ''}.",
             param=name,
         )
-    if len(value) > MAX_TENSORS:
-        raise InvalidRequest(
-            f"{name} has {len(value)} tensors, at most {MAX_TENSORS} are read; send each once, "
-            "with all its rows.",
-            param=name,
-        )
+    oip.check_tensors(name, len(value))
     return value
 
 

@@ -96,6 +96,10 @@ class Frontend:
 
     async def __call__(self, request: Request) -> Response:
         """Answer one request; only the cancellation by Ray is raised (the client went away)."""
+        with self._service.under_way():
+            return await self._counted(request)
+
+    async def _counted(self, request: Request) -> Response:
         call = _call_of(request)
         try:
             reply = await self._answer(request, call)
@@ -118,6 +122,20 @@ class Frontend:
     def routes(self) -> Sequence[Route]:
         """Everything that is served, to whomever."""
         return self._all.routes
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that are being answered, over any protocol."""
+        return self._service.in_flight
+
+    @property
+    def draining(self) -> bool:
+        """Whether new work is refused."""
+        return self._service.draining
+
+    def drain(self, on_idle: Callable[[], None]) -> None:
+        """Refuse new work with 503; call ``on_idle`` once nothing is under way."""
+        self._service.drain(on_idle)
 
     def close(self) -> None:
         """Stop the worker threads."""

@@ -24,7 +24,7 @@ from shapeserve.serve.endpoints.oip import reply_rows
 from shapeserve.serve.service import Samples, Service
 
 if TYPE_CHECKING:  # at run time it would load torch into the process that builds the application
-    from shapeserve.engine import Engine, Result
+    from shapeserve.engine import Engine, PreparedSample, Result
 
 REQUEST_ID = "x-request-id"
 
@@ -95,6 +95,10 @@ class GrpcFrontend:
         An error is set on the context and not raised: Ray would log a traceback for each, and
         drop the metadata.
         """
+        with self._service.under_way():
+            return await self._counted(method, request, context)
+
+    async def _counted(self, method: str, request: bytes, context: Context) -> Answer:
         endpoint, handler = self._methods[method]
         call = _call_of(method, endpoint, context)
         try:
@@ -107,6 +111,8 @@ class GrpcFrontend:
             answer, outcome = _fail(error, context)
         except Exception:
             answer, outcome = _fail(self._ledger.fail(call), context)
+        finally:
+            self._service.bodies.release(call)
         self._ledger.record(call, outcome)
         trailing = {**answer.metadata, REQUEST_ID: call.request_id}
         context.set_trailing_metadata(list(trailing.items()))
@@ -153,8 +159,10 @@ class GrpcFrontend:
         return self._service.engines[info.name]
 
     async def _infer(self, request: bytes, call: Call) -> Answer:
-        call.set_deadline()
         service = self._service
+        service.check_open()
+        call.set_deadline()
+        service.bodies.hold(call, len(request))
         (parsed, job, engine), samples = await service.prepare(
             call, partial(self._read, request, call)
         )
@@ -173,7 +181,12 @@ class GrpcFrontend:
         parsed = oip_grpc.read_infer(message)
         job = oip.read(parsed, engine.spec, max_rows=engine.config.limits.max_rows)
         call.limit(job.timeout_s)
-        return (parsed, job, engine), Samples(engine.spec.name, job.rows, job.over_max)
+        return (parsed, job, engine), Samples(
+            engine.spec.name, job.rows, job.over_max, check=partial(self._check_answer, job)
+        )
+
+    def _check_answer(self, job: oip.Job, samples: Sequence[PreparedSample]) -> None:
+        oip.check_answer(job, [s.executed for s in samples], self._service.max_answer_bytes)
 
 
 def _render(

@@ -32,6 +32,7 @@ from typing import Any
 from shapeserve.config import HttpConfig, ServeConfig, parse_policy
 from shapeserve.errors import ConfigError, ModelError
 from shapeserve.protocols.http import READY
+from shapeserve.serve.header_guard import IMPORT_PATH as HEADER_GUARD
 from shapeserve.serve.names import (
     APP,
     DEPLOYMENT,
@@ -198,25 +199,42 @@ class Service:
     # --- stopping -----------------------------------------------------------------------------
 
     def _drain(self) -> None:
-        """Turn readiness off, then let Serve finish the application, within ``drain_s``."""
+        """Turn readiness off and new work away, and wait until the replicas are idle.
+
+        The application stays until then: where Serve has removed it, requests meet a plain 404.
+        If the replicas are not idle within ``drain_s``, Serve ends them as it does.
+        """
         from ray.serve.schema import ServeDeploySchema
 
         now = time.monotonic()
         schema = deploy_schema(self.config, self._import_path, self._policies, draining=True)
         _client().deploy_apps(ServeDeploySchema.model_validate(schema))
         _wait_until(lambda: self._health()[1].get("state") == "draining", now + DRAINING_SEEN_S)
+        if _wait_until(self._idle, now + DRAINING_SEEN_S + self.config.serve.drain_s):
+            return  # nothing is left to finish
         schema["applications"] = [a for a in schema["applications"] if a["name"] != APP]
         _client().deploy_apps(ServeDeploySchema.model_validate(schema))
         _wait_until(lambda: APP not in _app_names(), now + DRAINING_SEEN_S + self._drain_limit_s())
+
+    def _idle(self) -> bool:
+        """Whether no replica takes or answers anything; also if nobody can be asked any more."""
+        content = self._health()[1]
+        fresh = [replica for replica in content.get("replicas", ()) if replica["fresh"]]
+        taking = any(replica["state"] == "ready" for replica in fresh)
+        return not content or not (taking or content["in_flight"])
 
     def _drain_limit_s(self) -> float:
         """Return the longest that Serve takes: the drain, and what it adds of its own."""
         return self.config.serve.drain_s + 1.0
 
 
-def _wait_until(condition: Callable[[], bool], deadline_s: float) -> None:
-    while time.monotonic() < deadline_s and not condition():
+def _wait_until(condition: Callable[[], bool], deadline_s: float) -> bool:
+    """Return whether the condition came true in time."""
+    while time.monotonic() < deadline_s:
+        if condition():
+            return True
         time.sleep(0.05)
+    return False
 
 
 def deploy_schema(
@@ -252,10 +270,16 @@ def deploy_schema(
                 "route_prefix": "/",
                 "import_path": import_path,
                 "args": config.to_dict(),
-                "deployments": [{"name": DEPLOYMENT, "user_config": {"policies": policies or {}}}],
+                "deployments": [
+                    {"name": DEPLOYMENT, "user_config": _user_config(policies, draining)}
+                ],
             },
         ],
     }
+
+
+def _user_config(policies: Mapping[str, Any] | None, draining: bool) -> dict[str, Any]:
+    return {"policies": policies or {}} | ({"draining": True} if draining else {})
 
 
 def _grpc_options(serving: HttpConfig) -> dict[str, Any]:
@@ -336,6 +360,7 @@ def _flags(config: ServeConfig, private: Path) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_ENABLE_HA_PROXY": "0",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "0",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": HEADER_GUARD,
     }
     if config.serve.grpc_port is not None:
         limit_bytes = max(GRPC_FACTOR * config.serve.max_body_bytes, MIN_GRPC_BYTES)

@@ -76,9 +76,10 @@ class ShapeServe(GrpcMethods):
         self._metrics = Metrics(mirror=self._mirror)
         devices: dict[str, DeviceThread] = {}
         self._engines = [make_engine(model, self._metrics, devices) for model in config.models]
+        self._beats: set[asyncio.Task[None]] = set()
         self._failure = ""
         self._running_since_s: float | None = None
-        heart = Heartbeat(self.report, self._mirror.flush)
+        self._heart = heart = Heartbeat(self.report, self._mirror.flush)
         self._beating = asyncio.create_task(heart.run())
         try:
             await asyncio.to_thread(self._start_engines)
@@ -97,7 +98,7 @@ class ShapeServe(GrpcMethods):
             metrics_text=self._all_metrics,
             report=self.report,
             guard=Guard.from_environment(),
-            max_inflight_bytes=config.serve.max_inflight_bytes,
+            max_inflight_bytes=config.serve.inflight_bytes,
             max_answer_bytes=config.serve.max_answer_bytes,
         )
         self._grpc = self._frontend.grpc
@@ -139,6 +140,7 @@ class ShapeServe(GrpcMethods):
             stage=now.stage,
             detail=now.detail,
             message=message,
+            in_flight=self._frontend.in_flight if hasattr(self, "_frontend") else 0,
         )
 
     def _state(self) -> tuple[State, str]:
@@ -149,6 +151,8 @@ class ShapeServe(GrpcMethods):
                 engine.healthy()
         except Unavailable as error:
             return "unhealthy", str(error)
+        if hasattr(self, "_frontend") and self._frontend.draining:
+            return "draining", ""
         if not all(engine.ready for engine in self._engines):
             return "warming", ""
         since_s = self._running_since_s
@@ -193,11 +197,15 @@ class ShapeServe(GrpcMethods):
     # --- policy -------------------------------------------------------------------------------
 
     async def reconfigure(self, user_config: Any) -> None:
-        """Apply ``{policies: {MODEL: policy}}``.
+        """Apply ``{policies: {MODEL: policy}}``, or stop taking work: ``{draining: true}``.
 
         Never raises: Serve would kill this warm replica for it. A bad policy is logged and
         counted, and the old one keeps serving.
         """
+        if isinstance(user_config, dict) and user_config.get("draining") is True:
+            self._frontend.drain(self._beat_now)
+            self._beat_now()
+            return
         try:
             policies = dict((user_config or {}).get("policies") or {})
         except (AttributeError, TypeError, ValueError):
@@ -210,6 +218,12 @@ class ShapeServe(GrpcMethods):
                 await self._apply(name, policy)
             except Exception:
                 log.exception("the policy for model %r was not applied", name)
+
+    def _beat_now(self) -> None:
+        """Report at once; whoever stops the service waits for it."""
+        task = asyncio.create_task(self._heart.beat())
+        self._beats.add(task)  # or it may be collected while it runs
+        task.add_done_callback(self._beats.discard)
 
     async def _apply(self, name: str, policy: Any) -> None:
         engine = self._by_name.get(name)

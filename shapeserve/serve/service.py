@@ -6,13 +6,14 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from starlette.requests import Request
 
-from shapeserve.errors import DeadlineExceeded, InvalidRequest, RowFailed
+from shapeserve.errors import DeadlineExceeded, InvalidRequest, RowFailed, Unavailable
 from shapeserve.metrics import Endpoint
 from shapeserve.models import TextPair
 from shapeserve.protocols import http, openai
@@ -25,6 +26,8 @@ if TYPE_CHECKING:  # at run time it would load torch into the process that build
 
 # Tokenisers release the GIL; more threads than this would only fight the model for the cores.
 PREPARE_THREADS = 2
+# A service that is replaced takes its place within seconds. Arbitrary.
+DRAINING_RETRY_S = 5.0
 # Characters that are tokenised in one go, while other requests wait: they take about 30 ms.
 CHUNK_CHARACTERS = 32_768
 # Below this a reply renders in well under a millisecond, less than a hop to a thread costs.
@@ -104,9 +107,42 @@ class Service:
         self.max_body_bytes = max_body_bytes
         self.max_answer_bytes = max_answer_bytes
         self.bodies = Bodies(max_inflight_bytes)
+        self.draining = False
+        self.in_flight = 0
+        self._on_idle: Callable[[], None] = lambda: None
         self._pool = ThreadPoolExecutor(PREPARE_THREADS, "shapeserve-prepare")
         # Texts longer than a chunk, which cannot be taken apart, wait for nobody but each other.
         self._long_pool = ThreadPoolExecutor(1, "shapeserve-prepare-long")
+
+    def drain(self, on_idle: Callable[[], None]) -> None:
+        """Answer what is under way and refuse what comes; call ``on_idle`` once nothing is left."""
+        self.draining, self._on_idle = True, on_idle
+        if not self.in_flight:
+            on_idle()
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Count a request for as long as it is answered."""
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            if self.draining and not self.in_flight:
+                self._on_idle()
+
+    def check_open(self) -> None:
+        """Refuse work that comes while the service stops.
+
+        Raises:
+            Unavailable: it does.
+        """
+        if self.draining:
+            raise Unavailable(
+                "the service is stopping; send the request again to another one, or when this one "
+                "is back",
+                retry_after_s=DRAINING_RETRY_S,
+            )
 
     def close(self) -> None:
         """Stop the worker threads."""
@@ -121,6 +157,7 @@ class Service:
             call: the same request's headers.
             octets: whether binary data may follow the JSON.
         """
+        self.check_open()
         call.set_deadline()
         http.check_media_type(call.headers.get("content-type"), octets=octets)
         encoding = http.parse_content_encoding(call.headers.get("content-encoding"))

@@ -27,6 +27,7 @@ one unit in the last place is 1e-3 and 8e-3, and flash kernels were seen at 3e-3
 
 # How often a packed probe batch ends before it is full, so that tails are tested too; arbitrary.
 _TAIL_SHARE = 0.05
+_SMALL = 16  # elements along each axis; arbitrary
 _TYPICAL_ROWS = 8  # whose median says how large logits are; arbitrary
 
 
@@ -55,6 +56,12 @@ class Probe:
             return high
         low = min(max(low, self._spec.min_length.get(axis, 1)), high)
         return int(self.rng.integers(low, high + 1))
+
+    def small(self) -> RowArrays:
+        """Make a row that costs little and is no special case."""
+        ends = self._spec.max_length.items()
+        low = self._spec.min_length
+        return self.row({axis: max(min(_SMALL, end), low.get(axis, 1)) for axis, end in ends})
 
     def row_for(self, grid: Grid, bucket: Bucket) -> RowArrays:
         """Make a row that is padded in ``bucket`` but fits no smaller size of an axis.

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from shapeserve.buckets import BATCH, TOKENS, Bucket, Grid, RowKey
-from shapeserve.compile.breaks import since, snapshot
 from shapeserve.compile.monitor import CompileMonitor
 from shapeserve.compile.variants import Programs, single_pays
 from shapeserve.errors import ModelError
@@ -44,16 +43,16 @@ def build_programs(
     sizes = compile_sizes(spec, grid)
     if BATCH not in grid.axes:
         yield WarmupProgress("compile", 0, total, "program for packed rows")
-        _compile(programs, layout, probe, sizes, monitor)
+        compile_program(programs, layout, probe, sizes, monitor)
         return
     batches = {bucket.size(BATCH) for bucket in grid.buckets}
     row = {axis: size for axis, size in sizes.items() if axis != BATCH}
     if 1 in batches and (batches == {1} or _single_pays(programs, layout, probe, row)):
         yield WarmupProgress("compile", 0, total, "program for one row")
-        _compile(programs, layout, probe, {BATCH: 1, **row}, monitor)
+        compile_program(programs, layout, probe, {BATCH: 1, **row}, monitor)
     if batches != {1}:
         yield WarmupProgress("compile", 0, total, "program for two rows and more")
-        _compile(programs, layout, probe, sizes, monitor)
+        compile_program(programs, layout, probe, sizes, monitor)
 
 
 def self_test(module: Forward, spec: ModelSpec, grid: Grid, layout: Layout, probe: Probe) -> None:
@@ -110,7 +109,7 @@ def _self_test_buckets(grid: Grid) -> list[Bucket]:
     ]
 
 
-def _compile(
+def compile_program(
     programs: Programs,
     layout: Layout,
     probe: Probe,
@@ -125,10 +124,8 @@ def _compile(
     def run(program: Forward) -> tuple[torch.Tensor, ...]:
         return layout.bind(program, sizes)(*inputs)
 
-    breaks = snapshot()
     build(run)
-    monitor.count_breaks(since(breaks))
-    if not monitor.collect(CompilePhase.WARMUP):
+    if not monitor.collect(CompilePhase.WARMUP, label(sizes)):
         raise ModelError(
             "torch.compile compiled nothing: it is switched off in this process; unset "
             "TORCHDYNAMO_DISABLE, or set `compile.tier: eager`"
@@ -142,7 +139,7 @@ def _compile(
         log.warning("weight packing changes answers by %.1e; compiling without it", error)
         programs.frozen = False
         build(run)
-        monitor.collect(CompilePhase.WARMUP)
+        monitor.collect(CompilePhase.WARMUP, label(sizes))
 
 
 def compile_sizes(spec: ModelSpec, grid: Grid) -> dict[str, int]:

@@ -20,7 +20,7 @@ from shapeserve.buckets import BATCH, TOKENS, Bucket, Grid
 from shapeserve.compile.monitor import CompileMonitor
 from shapeserve.errors import ModelError
 from shapeserve.layout import RowArrays
-from shapeserve.metrics import CaptureOutcome, CompilePhase, Metrics, Tier, VariantState
+from shapeserve.metrics import NO_BUCKET, CaptureOutcome, CompilePhase, Metrics, Tier, VariantState
 from shapeserve.runner import ModelRunner
 from shapeserve.warmup.probe import TOLERANCE, Probe, label, row_area
 from shapeserve.warmup.progress import WarmupProgress
@@ -177,9 +177,9 @@ def _problem(
     try:
         execution = runner.execute(rows, bucket.as_dict(), fallback=False)
     except Exception as raised:  # whatever a model may raise: it is reported, never swallowed
-        context.monitor.collect(context.phase)
+        context.monitor.collect(context.phase, bucket.label)
         return f"{type(raised).__name__}: {raised}"
-    if events := context.monitor.collect(context.phase):
+    if events := context.monitor.collect(context.phase, bucket.label):
         why = events[0].recompile_reason or events[0].name
         return _Compiled(f"it compiled during the verify pass: {why}")
     if context.monitor.eager_frames > eager_before:
@@ -206,7 +206,7 @@ def _verify_fallback(context: WarmupContext) -> None:
     )
     for attempt in range(2):
         execution = runner.execute([row], sizes, fallback=True)
-        events = context.monitor.collect(context.phase)
+        events = context.monitor.collect(context.phase, NO_BUCKET)
         if not events:
             break
         why = f"the fallback compiled at {label(sizes)}: {events[0].recompile_reason}"

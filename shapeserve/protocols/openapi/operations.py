@@ -115,11 +115,12 @@ def schemas() -> Data:
             "stage": text(),
             "detail": text(),
             "message": text(),
+            "in_flight": whole(description="Requests that it is answering."),
             "age_s": _SECONDS,
             "fresh": {"type": "boolean"},
         }
     )
-    states = (*get_args(State), "starting", "silent", "draining")
+    states = (*get_args(State), "starting", "silent")
     return {
         "Readiness": fields(
             {
@@ -127,6 +128,7 @@ def schemas() -> Data:
                 "state": words(*states),
                 "done": whole(),
                 "total": whole(),
+                "in_flight": whole(),
                 "replicas": list_of(replica),
             }
         ),

@@ -161,7 +161,7 @@ def _error_response(form: str, status: int) -> Data:
         if form == "Error"
         else fields({"error": message, **about})
     )
-    more = {405: _ALLOW, 429: _RETRY_AFTER}.get(status)
+    more = {405: _ALLOW, 429: _RETRY_AFTER, 503: _MAY_RETRY}.get(status)
     return answer(_WHEN[status], content(schema), more)
 
 
@@ -174,6 +174,7 @@ _ALLOW: Final[Data] = {"allow": _header("Methods that the path takes.", text(), 
 _RETRY_AFTER: Final[Data] = {
     "retry-after": _header("Seconds to wait before another try.", whole(1), required=True)
 }
+_MAY_RETRY: Final[Data] = {"retry-after": _header("There while the service stops.", whole(1))}
 REPORT: Final[Data] = {
     f"x-shapeserve-{name}": ref(f"Shapeserve{name.capitalize()}", "headers")
     for name in ("modes", "buckets", "fallbacks", "truncated", "split")

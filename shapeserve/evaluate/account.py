@@ -1,0 +1,252 @@
+"""What the measured numbers of one evaluation add up to: the amortisation section."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shapeserve.evaluate.amortize import (
+    BreakCost,
+    Fusion,
+    Launches,
+    Padding,
+    Shape,
+    Strategy,
+    break_even_calls,
+    cheaper_from,
+    net_gain_s,
+    one_dynamic,
+    specialize_all,
+    worth_specializing,
+)
+from shapeserve.evaluate.result import Arm, Evaluation, KernelAccount, Scope
+
+HORIZONS = (1_000, 100_000, 10_000_000)
+"""Calls after which the balance is drawn: minutes, hours, weeks of a busy service."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """Something that costs seconds once and changes what a call takes.
+
+    Attributes:
+        what: it is.
+        cost_s: once.
+        before_s: a call without it.
+        after_s: a call with it.
+    """
+
+    what: str
+    cost_s: float
+    before_s: float
+    after_s: float
+
+    @property
+    def break_even(self) -> int | None:
+        """Calls after which it has paid; None for never."""
+        return break_even_calls(self.cost_s, self.before_s, self.after_s)
+
+    def net_s(self, calls: int) -> float:
+        """Seconds won after so many calls."""
+        return net_gain_s(self.cost_s, self.before_s, self.after_s, calls)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        net = {str(calls): self.net_s(calls) for calls in HORIZONS}
+        return {**asdict(self), "break_even_calls": self.break_even, "net_gain_s": net}
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What compiling is worth for a model; a part is empty where its numbers are missing.
+
+    Attributes:
+        serving: how the engine runs a bucket.
+        compiling: eager against that, over all measured buckets.
+        shapes: each specialised bucket against that.
+        dynamic: one program for all buckets.
+        special: one for each of them.
+        fusion: label of a bucket -> launches of a call, eager and served.
+        breaks: of a call, and their cost; None where that could not be timed.
+        padding: against recompiles; None without recorded rows.
+    """
+
+    serving: Arm
+    compiling: tuple[Gain, ...]
+    shapes: tuple[Shape, ...]
+    dynamic: Strategy | None
+    special: Strategy | None
+    fusion: Mapping[str, Fusion]
+    breaks: BreakCost | None
+    padding: Padding | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        return {
+            "serving": self.serving.value,
+            "compiling": [gain.to_dict() for gain in self.compiling],
+            "specializing": [_shape_dict(shape) for shape in self.shapes],
+            "strategies": [asdict(s) for s in (self.dynamic, self.special) if s is not None],
+            "specialize_all_pays_from_calls": self.specialize_all_from,
+            "worth_specializing": {
+                str(calls): [shape.name for shape in self.worth(calls)] for calls in HORIZONS
+            },
+            "fusion": {label: _fusion_dict(fusion) for label, fusion in self.fusion.items()},
+            "graph_breaks": _breaks_dict(self.breaks) if self.breaks else None,
+            "padding": _padding_dict(self.padding) if self.padding else None,
+        }
+
+    @property
+    def specialize_all_from(self) -> int | None:
+        """Calls of the mix from which a program for each bucket is the cheaper way."""
+        if self.dynamic is None or self.special is None:
+            return None
+        return cheaper_from(self.dynamic, self.special)
+
+    def worth(self, calls: int) -> list[Shape]:
+        """The buckets that are worth specialising within so many calls of the mix."""
+        return worth_specializing(self.shapes, calls) if self.shapes else []
+
+
+def account(found: Evaluation) -> Account:
+    """Add up what was measured."""
+    serving = _serving(found)
+    shapes = _shapes(found, serving)
+    programs = found.start.programs
+    once_s = found.start.once_s if programs else 0.0
+    cold_s = sum(cost.seconds for cost in programs.values())
+    cold_s += sum(found.start.capture_s.values())
+    return Account(
+        serving=serving,
+        compiling=tuple(_compiling(found, serving, once_s + cold_s)),
+        shapes=shapes,
+        dynamic=one_dynamic(shapes, cold_s) if shapes else None,
+        special=specialize_all(shapes) if shapes else None,
+        fusion=_fusions(found, serving),
+        breaks=_breaks(found),
+        padding=_padding(found, serving, shapes, cold_s),
+    )
+
+
+def _serving(found: Evaluation) -> Arm:
+    captured = any(row.arm is Arm.CAPTURED for row in found.rows)
+    compiled = any(row.arm is Arm.COMPILED for row in found.rows)
+    return Arm.CAPTURED if captured else Arm.COMPILED if compiled else Arm.EAGER
+
+
+def _compiling(found: Evaluation, serving: Arm, cold_s: float) -> Iterable[Gain]:
+    """Compare the module alone, then whole requests."""
+    if serving is Arm.EAGER:
+        return
+    module = _means(found, Scope.MODULE, serving)
+    if module is not None:
+        what = "compile and capture" if serving is Arm.CAPTURED else "compile"
+        yield Gain(f"{what}: a call of the module", cold_s, *module)
+    request = _means(found, Scope.REQUEST, serving)
+    if request is not None and found.eager_start is not None:
+        extra_s = max(found.start.once_s + found.start.seconds - found.eager_start.seconds, 0.0)
+        yield Gain("a longer start: a request", extra_s, *request)
+
+
+def _means(found: Evaluation, scope: Scope, serving: Arm) -> tuple[float, float] | None:
+    """Seconds of an average call, eager and served, over the buckets that have both."""
+    before = after = whole = 0.0
+    for label in found.buckets:
+        eager = found.latency(label, Arm.EAGER, scope)
+        served = found.latency(label, serving, scope)
+        if eager is None or served is None:
+            continue
+        share = found.traffic.shares[label]
+        whole += share
+        before += share * eager.median_s
+        after += share * served.median_s
+    return (before / whole, after / whole) if whole else None
+
+
+def _shapes(found: Evaluation, serving: Arm) -> tuple[Shape, ...]:
+    """The buckets that were specialised; none if no traffic is expected in any of them."""
+    shapes = []
+    for label in found.buckets:
+        special = found.latency(label, Arm.SPECIALIZED, Scope.MODULE)
+        dynamic = found.latency(label, serving, Scope.MODULE)
+        if special is not None and dynamic is not None:
+            share = found.traffic.shares[label]
+            shapes.append(
+                Shape(label, share, special.first.seconds, special.median_s, dynamic.median_s)
+            )
+    return tuple(shapes) if any(shape.share for shape in shapes) else ()
+
+
+def _fusions(found: Evaluation, serving: Arm) -> dict[str, Fusion]:
+    fusions = {}
+    for label in found.buckets:
+        eager = _kernels(found, label, Arm.EAGER)
+        served = _kernels(found, label, serving)
+        if serving is not Arm.EAGER and eager is not None and served is not None:
+            fusions[label] = Fusion(_launches(eager), _launches(served))
+    return fusions
+
+
+def _kernels(found: Evaluation, label: str, arm: Arm) -> KernelAccount | None:
+    row = found.row(label, arm, Scope.MODULE)
+    return row.kernels if row else None
+
+
+def _launches(kernels: KernelAccount) -> Launches:
+    return Launches(kernels.kernels, kernels.busy_s, kernels.launch_s)
+
+
+def _breaks(found: Evaluation) -> BreakCost | None:
+    """Of the program that has most of them: a call runs one program."""
+    if found.graph_break_s is None:
+        return None
+    most = max((cost.graph_breaks for cost in found.start.programs.values()), default=0)
+    return BreakCost(most, found.graph_break_s)
+
+
+def _padding(
+    found: Evaluation, serving: Arm, shapes: tuple[Shape, ...], cold_s: float
+) -> Padding | None:
+    traffic, module = found.traffic, _means(found, Scope.MODULE, serving)
+    if traffic.waste is None or traffic.shapes is None or not shapes or module is None:
+        return None
+    return Padding(
+        call_s=module[1],
+        waste=traffic.waste,
+        compile_s=sum(shape.compile_s for shape in shapes) / len(shapes),
+        shapes=traffic.shapes,
+        programs=len(found.start.programs),
+        programs_s=cold_s,
+    )
+
+
+def _breaks_dict(breaks: BreakCost) -> dict[str, Any]:
+    return {
+        **asdict(breaks),
+        "call_s": breaks.call_s,
+        "million_calls_s": breaks.million_calls_s,
+    }
+
+
+def _shape_dict(shape: Shape) -> dict[str, Any]:
+    return {**asdict(shape), "break_even_calls": shape.break_even}
+
+
+def _fusion_dict(fusion: Fusion) -> dict[str, Any]:
+    return {
+        **asdict(fusion),
+        "saved_s": fusion.saved_s,
+        "launch_saved_s": fusion.launch_saved_s,
+        "speedup": fusion.speedup,
+    }
+
+
+def _padding_dict(padding: Padding) -> dict[str, Any]:
+    return {
+        **asdict(padding),
+        "padding_s": padding.padding_s,
+        "recompiles_avoided": padding.recompiles_avoided,
+        "avoided_s": padding.avoided_s,
+        "pays_until_calls": padding.pays_until,
+    }

@@ -1,0 +1,270 @@
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from shapeserve.cli import main
+from shapeserve.config import ServeConfig, parse_policy
+from shapeserve.models.describe import describe
+from shapeserve.tuning import CostPoint, CostTable
+
+TRACES = Path(__file__).parent.parent / "benchmarks" / "data" / "traces"
+TEXTS = TRACES / "enc_rag_mix.csv.gz"
+IMAGES = TRACES / "taco_phone_photos.csv.gz"
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("command", ["tune", "simulate"])
+def test_help_of_the_tuner_has_examples(command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "Examples:\n" in result.stdout
+
+
+def test_tune_compares_the_proposal_with_what_people_use() -> None:
+    result = run("tune", "--trace", TEXTS, "-k", "8", "--max-length", "512")
+    assert result.exit_code == 0
+    words = (
+        "today's default",
+        "powers of two",
+        "multiples of 64",
+        "pad to the longest",
+        "proposed",
+    )
+    assert all(word in result.stdout for word in words)
+    assert "19366 rows, seq; halves by row order" in result.stdout
+    assert "analytic: MiniLM on two CPU cores" in result.stdout.replace("\n", " ")
+
+
+def test_tune_json_has_the_stable_keys_and_goes_to_stdout_alone() -> None:
+    result = run("tune", "--trace", TEXTS, "-k", "8", "--max-length", "512", "--json", "-")
+    data = json.loads(result.stdout)
+    assert data["rows"] == 19366
+    assert len(data["buckets"]) <= 8
+    assert data["buckets"][-1] == 512
+    assert set(data["waste"]) == {"proposed", "pow2", "multiple_64", "pad_to_max"}
+    for halves in data["waste"].values():
+        assert set(halves) == {"first_half", "second_half"}
+        assert all(0 <= share < 1 for share in halves.values())
+    assert data["details"]["shapes"]["pow2"] == 10
+    assert data["details"]["unseen_waste_by_shapes"] == {}
+
+
+def test_tune_without_k_says_how_it_chose(tmp_path: Path) -> None:
+    target = tmp_path / "tune.json"
+    result = run("tune", "--trace", TEXTS, "--max-length", "512", "--json", target)
+    assert "no larger number took away" in result.stdout
+    details = json.loads(target.read_text())["details"]
+    assert len(details["unseen_waste_by_shapes"]) == 32
+    assert 8 < details["shapes"]["proposed"] < 32
+
+
+def test_a_policy_file_is_the_policy_block_of_a_config(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    result = run(
+        "tune",
+        "--trace",
+        TEXTS,
+        "-k",
+        "6",
+        "--max-length",
+        "256",
+        "--align",
+        "8",
+        "--include",
+        "24",
+        "--out",
+        path,
+    )
+    assert result.exit_code == 0
+    policy = yaml.safe_load(path.read_text())
+    sizes = policy["seq"]["explicit"]
+    assert 24 in sizes
+    assert all(size % 8 == 0 for size in sizes)
+    model = {
+        "import": "nowhere:factory",
+        "inputs": {"x": {"dtype": "float32", "dims": ["batch", "seq"]}},
+        "outputs": {"y": {"dtype": "float32", "dims": ["batch"]}},
+        "limits": {"max_length": 256},
+        "policy": policy,
+    }
+    config = ServeConfig.from_dict({"models": [model]})
+    assert config.models[0].policy == parse_policy(policy)
+    assert "enc_rag_mix.csv.gz (19366 rows)" in path.read_text()
+
+
+def test_two_axes_get_shapes_and_the_gap_of_the_search(tmp_path: Path) -> None:
+    target = tmp_path / "tune.json"
+    result = run("tune", "--trace", IMAGES, "-k", "8", "--json", target)
+    assert "two axes are searched: no better one saves more than" in result.stdout
+    assert "device-s" not in result.stdout
+    buckets = json.loads(target.read_text())["buckets"]
+    assert len(buckets) <= 8
+    assert [5312, 6000] in buckets
+
+
+def test_a_policy_of_shapes_is_the_policy_block_of_a_config(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    assert run("tune", "--trace", IMAGES, "-k", "5", "--align", "16", "--out", path).exit_code == 0
+    policy = yaml.safe_load(path.read_text())
+    assert parse_policy(policy)["height,width"].shapes is not None
+    model = {
+        "import": "nowhere:factory",
+        "inputs": {"x": {"dtype": "float32", "dims": ["batch", "height", "width"]}},
+        "outputs": {"y": {"dtype": "float32", "dims": ["batch"]}},
+        "policy": policy,
+        "limits": {"max_queue_tokens": 10**9},
+    }
+    config = ServeConfig.from_dict({"models": [model]})
+    assert describe(config.models[0]).max_length == {"height": 5312, "width": 6000}
+
+
+def test_a_histogram_says_that_it_has_no_order(data_dir: Path) -> None:
+    result = run("tune", "--trace", data_dir / "q_xquad.csv.gz", "-k", "4", "--axis", "frames")
+    assert "1190 rows, frames; a histogram has no order: halves at random" in result.stdout
+
+
+def test_measured_costs_are_used_and_named(tmp_path: Path) -> None:
+    points = tuple(CostPoint((("batch", 1), ("seq", n)), 0.01 * n * n) for n in (8, 64, 512))
+    path = tmp_path / "costs.json"
+    CostTable({"model": "toy"}, ("batch", "seq"), points).write(path)
+    arguments = ("tune", "--trace", TEXTS, "-k", "6", "--objective", "seconds", "--json", "-")
+    measured = json.loads(run(*arguments, "--costs", path).stdout)
+    assert "measured: 3 batches" in measured["details"]["cost"]
+    assert measured["buckets"] != json.loads(run(*arguments).stdout)["buckets"]
+
+
+BAD = {
+    "no trace": (("-k", "4"), "Missing option '--trace'"),
+    "no file": (("--trace", "none.csv"), "none.csv: cannot be read: No such file"),
+    "k of 0": (("--trace", TEXTS, "-k", "0"), "0 is not in the range"),
+    "axis of two": (("--trace", IMAGES, "--axis", "seq"), "this trace has height, width"),
+    "axis batch": (("--trace", TEXTS, "--axis", "batch"), "--axis batch: it names the row axis"),
+    "include too long": (("--trace", TEXTS, "--include", "9999"), "seq ends at 512"),
+    "include for images": (("--trace", IMAGES, "--include", "64"), "along one axis, the trace has"),
+    "seconds of pixels": (
+        ("--trace", IMAGES, "--objective", "seconds"),
+        "analytic cost is for tokens",
+    ),
+    "variant cost of padding": (
+        ("--trace", TEXTS, "--variant-cost-s", "1"),
+        "use it with --objective",
+    ),
+    "no costs": (("--trace", TEXTS, "--costs", "none.json"), "none.json: cannot be read"),
+    "out": (
+        ("--trace", TEXTS, "-k", "2", "--out", "/none/p.yaml"),
+        "--out /none/p.yaml: cannot be",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_input_of_tune_exits_with_2_and_one_message(
+    arguments: tuple[str | Path, ...], message: str
+) -> None:
+    result = run("tune", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_bad_row_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text("t_s,len\n0,5\n1,zero\n")
+    result = run("tune", "--trace", path)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "bad.csv:3: len='zero'" in result.stderr
+
+
+# --- simulate
+
+SERVICE = """
+models:
+- name: toy
+  import: nowhere:factory
+  inputs: {x: {dtype: int64, dims: [batch, seq]}}
+  outputs: {y: {dtype: float32, dims: [batch]}}
+  policy: {seq: {explicit: [8, 64]}, batch: {explicit: [1, 2, 4]}}
+- name: other
+  import: nowhere:factory
+  inputs: {x: {dtype: int64, dims: [batch, height, width]}}
+  outputs: {y: {dtype: float32, dims: [batch]}}
+  limits: {max_length: 64}
+serve: {replicas: 2}
+"""
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Path:
+    path = tmp_path / "service.yaml"
+    path.write_text(SERVICE)
+    return path
+
+
+@pytest.fixture
+def arrivals(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.csv"
+    path.write_text("t_s,len\n" + "".join(f"{i // 4},{1 + i % 60}\n" for i in range(200)))
+    return path
+
+
+def test_simulate_says_what_will_happen(service: Path, arrivals: Path) -> None:
+    result = run("simulate", service, "--model", "toy", "--trace", arrivals)
+    assert result.exit_code == 0
+    for word in ("toy on cpu, 6 buckets, p2c", "utilisation", "latency p99", "padding_seq"):
+        assert word in result.stdout
+    assert "batch=1,seq=8" in result.stdout
+    assert "device time is analytic" in result.stdout.replace("\n", " ")
+
+
+def test_simulate_json_counts_every_row_and_takes_replicas_from_the_configuration(
+    service: Path, arrivals: Path
+) -> None:
+    arguments = ("simulate", service, "--model", "toy", "--trace", arrivals, "--json", "-")
+    data = json.loads(run(*arguments).stdout)
+    assert (data["rows"], data["answered"], data["replicas"]) == (200, 200, 2)
+    assert data["elements"]["real"] == sum(1 + i % 60 for i in range(200))
+    assert set(data["latency_s"]) == {"mean", "p50", "p90", "p99"}
+    assert data["waste"]["all"] == pytest.approx(
+        data["waste"]["padding_seq"] + data["waste"]["padding_batch"]
+    )
+    more = json.loads(
+        run(*arguments, "--replicas", "5", "--routing", "affinity", "--speed", "10").stdout
+    )
+    assert more["replicas"] == 5
+    assert more["span_s"] < data["span_s"] / 9
+
+
+def test_a_tuned_policy_is_simulated_as_it_was_written(tmp_path: Path, service: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    run("tune", "--trace", TEXTS, "-k", "5", "--max-length", "64", "--out", policy)
+    data = yaml.safe_load(service.read_text())
+    data["models"] = [data["models"][0] | {"policy": yaml.safe_load(policy.read_text())}]
+    service.write_text(yaml.safe_dump(data))
+    result = run("simulate", service, "--trace", TEXTS, "--device", "cuda", "--json", "-")
+    outcome = json.loads(result.stdout)
+    sizes = data["models"][0]["policy"]["seq"]["explicit"]
+    ran = {int(label.split("seq=")[1]) for label in outcome["batches"] if label != "none"}
+    assert ran <= set(sizes)
+    assert max(ran) == 64
+    assert outcome["fallbacks"]["over_max"] > 0
+
+
+def test_simulate_asks_which_of_several_models(service: Path, arrivals: Path) -> None:
+    result = run("simulate", service, "--trace", arrivals)
+    assert result.exit_code == 2
+    assert "--model not given: 2 models match; choose one of toy, other" in result.stderr
+    result = run("simulate", service, "--trace", arrivals, "--model", "other")
+    assert result.exit_code == 2
+    assert "the trace has the axes seq, other has height, width" in result.stderr
+
+
+def test_a_histogram_cannot_be_simulated(service: Path, data_dir: Path) -> None:
+    result = run("simulate", service, "--model", "toy", "--trace", data_dir / "q_xquad.csv.gz")
+    assert result.exit_code == 2
+    assert "a histogram has no times" in result.stderr
