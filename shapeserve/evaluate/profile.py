@@ -42,7 +42,7 @@ _US = 1e-6
 def profile_calls(call: Callable[[], object], device: torch.device) -> KernelAccount:
     """Profile some calls; those before must have made them warm.
 
-    The profiler itself costs about a microsecond for each operator, which is in the gaps.
+    What the profiler itself takes for each operator is in the gaps.
     """
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if cuda else [])
