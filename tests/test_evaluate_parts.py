@@ -157,6 +157,7 @@ def test_a_cpu_trace_counts_outermost_operators_and_the_time_without_any() -> No
     events = [
         span(CALL, 0, 100, "user_annotation"),
         span("Torch-Compiled Region: 0/0", 1, 98),
+        span("Pregraph bytecode", 2, 1),
         span("aten::linear", 10, 20),
         span("aten::addmm", 11, 18),  # part of the linear
         span("aten::view", 35, 1),  # makes no work
@@ -175,7 +176,7 @@ def test_a_cpu_trace_counts_outermost_operators_and_the_time_without_any() -> No
     assert seen.generated == {"graph_0_cpp_fused_add_1": 2}
     assert seen.longest[0] == ("graph_0_cpp_fused_add_1", 2, pytest.approx(39e-6))
     assert seen.peak_bytes == 1100
-    assert (seen.copied_bytes, seen.launches) == (None, None)
+    assert (seen.copied_bytes, seen.launches, seen.graphs_run) == (None, None, 1)
 
 
 def test_a_cuda_trace_counts_kernels_and_the_time_between_them() -> None:
@@ -241,7 +242,8 @@ def evaluation(**changes: Any) -> Evaluation:
     buckets = ("batch=1,seq=8", "batch=4,seq=64")
     off = Numerics("float64", 1e-6, 0, 2, 1e-4)
     eager = KernelAccount("cpu", 10, 80e-6, 50e-6)
-    fused = KernelAccount("cpu", 2, 70e-6, 10e-6, {"cpp_fused": 2}, (("cpp_fused", 2, 70e-6),))
+    longest = (("cpp_fused", 2, 70e-6),)
+    fused = KernelAccount("cpu", 2, 70e-6, 10e-6, {"cpp_fused": 2}, longest, graphs_run=5)
     cost = CompileCost(12, graphs=3, graph_breaks=4)
     rows = []
     for bucket in buckets:

@@ -124,7 +124,7 @@ def account(found: Evaluation) -> Account:
         dynamic=one_dynamic(shapes, cold_s) if shapes else None,
         special=specialize_all(shapes) if shapes else None,
         fusion=_fusions(found, serving),
-        breaks=_breaks(found),
+        breaks=_breaks(found, serving),
         padding=_padding(found, serving, shapes, cold_s),
     )
 
@@ -197,12 +197,16 @@ def _launches(kernels: KernelAccount) -> Launches:
     return Launches(kernels.kernels, kernels.busy_s, kernels.launch_s)
 
 
-def _breaks(found: Evaluation) -> BreakCost | None:
-    """Of the program that has most of them: a call runs one program."""
+def _breaks(found: Evaluation, serving: Arm) -> BreakCost | None:
+    """Breaks of a call as it is served: between n graphs there are n - 1, none in a replay.
+
+    Torch's own count is of the compile, where one in a called function counts for its callers too.
+    """
     if found.graph_break_s is None:
         return None
-    most = max((cost.graph_breaks for cost in found.start.programs.values()), default=0)
-    return BreakCost(most, found.graph_break_s)
+    seen = [_kernels(found, label, serving) for label in found.buckets]
+    run = max((kernels.graphs_run for kernels in seen if kernels), default=0)
+    return BreakCost(max(run - 1, 0), found.graph_break_s)
 
 
 def _padding(

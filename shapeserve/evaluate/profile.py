@@ -26,6 +26,7 @@ CALL = "shapeserve::call"
 _CALLS = 5  # of which the fastest counts; arbitrary
 _LONGEST = 5
 _GENERATED = re.compile(r"^(graph_\d+_)?(cpp|triton)_")
+_GRAPH = "Pregraph bytecode"  # Dynamo's mark before each compiled graph
 _LAUNCH = re.compile(r"^cu(da)?(LaunchKernel|GraphLaunch)")
 _GPU_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
 _CUDA_MEMORY = 1  # "Device Type" of allocations on a GPU
@@ -41,7 +42,7 @@ _US = 1e-6
 def profile_calls(call: Callable[[], object], device: torch.device) -> KernelAccount:
     """Profile some calls; those before must have made them warm.
 
-    The profiler itself costs about a microsecond for each operator, which is in the gaps.
+    What the profiler itself takes for each operator is in the gaps.
     """
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if cuda else [])
@@ -110,6 +111,7 @@ def read_trace(events: Iterable[dict[str, Any]], *, cuda: bool) -> KernelAccount
         peak_bytes=_peak_bytes(memory, calls, cuda=cuda),
         copied_bytes=_copied(work) if cuda else None,
         launches=sum(bool(_LAUNCH.match(s.name)) for s in inside) if cuda else None,
+        graphs_run=sum(s.name == _GRAPH for s in inside),
     )
 
 

@@ -87,6 +87,7 @@ class KernelAccount:
         peak_bytes: most that was allocated at a time beyond what was before the call.
         copied_bytes: between host and device; None on the CPU.
         launches: calls of the CUDA runtime that launch a kernel or a graph; None on the CPU.
+        graphs_run: compiled graphs that ran; 0 in an eager call and in a replay.
     """
 
     platform: str
@@ -98,6 +99,7 @@ class KernelAccount:
     peak_bytes: int | None = None
     copied_bytes: int | None = None
     launches: int | None = None
+    graphs_run: int = 0
 
     @property
     def launch_s(self) -> float:
