@@ -143,6 +143,7 @@ def replicas_of(service: ServiceProcess, application: str) -> set[str]:
     return {s.labels["replica"] for s in found if s.name == "shapeserve_queue_rows"}
 
 
+@pytest.mark.slow
 def test_applications_of_one_model_each_scale_by_themselves(
     service: ServiceProcess, models: list[dict[str, Any]]
 ) -> None:
