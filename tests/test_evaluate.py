@@ -181,7 +181,7 @@ def test_a_failed_measurement_is_in_its_row_and_the_others_go_on() -> None:
 
 def test_a_request_that_fails_is_in_its_row() -> None:
     def report(done: int, total: int, what: str) -> None:
-        evaluate_modules.FAILS["now"] = what == "request batch=2,seq=4 (eager)"
+        evaluate_modules.FAILS["now"] = what == "requests batch=2,seq=4"
 
     found = measured(odd("failing", compile={"tier": "eager"}), "2x4,4x8", report)
     (failed,) = found.errors

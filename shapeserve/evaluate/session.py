@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import numpy as np
 import torch
 import torch._inductor.config as inductor_config
 import torch._inductor.utils as inductor_utils
@@ -17,27 +16,19 @@ import torch._inductor.utils as inductor_utils
 from shapeserve import __version__
 from shapeserve.buckets import Bucket
 from shapeserve.config import ModelConfig
-from shapeserve.engine import Engine
+from shapeserve.engine import DeviceThread, Engine
 from shapeserve.engine.modules import device_kind, pick_device
 from shapeserve.errors import ShapeServeError
 from shapeserve.evaluate.choice import SAMPLED, choose, traffic
-from shapeserve.evaluate.latency import FirstCall, Latency
-from shapeserve.evaluate.module import ModuleBench, recompiles_total, said
+from shapeserve.evaluate.module import ModuleBench, said
 from shapeserve.evaluate.profile import wake_profiler
 from shapeserve.evaluate.reference import Case, Reference
-from shapeserve.evaluate.result import (
-    Arm,
-    CompileCost,
-    Environment,
-    Evaluation,
-    Row,
-    Scope,
-    Start,
-)
+from shapeserve.evaluate.request import Served, measure_requests
+from shapeserve.evaluate.result import Arm, Environment, Evaluation, Row, Scope, Start
 from shapeserve.evaluate.start import StartLog, first_compile_s
-from shapeserve.evaluate.timing import Timing, graph_break_s, time_calls, timed
+from shapeserve.evaluate.timing import Timing, graph_break_s
 from shapeserve.expect import expect
-from shapeserve.metrics import Metrics, Mode, Tier
+from shapeserve.metrics import Metrics
 from shapeserve.traces import Shapes
 from shapeserve.warmup import WarmupProgress
 
@@ -45,8 +36,6 @@ log = logging.getLogger("shapeserve.evaluate")
 
 # Inductor counts bytes only if this logger would say so; nothing is printed by it.
 _BYTES_LOGGER = "torch._inductor.compile_fx.__inductor_metrics"
-
-_ARM_OF = {Mode.GRAPH: Arm.CAPTURED, Mode.SPECIALIZED: Arm.SPECIALIZED, Mode.COMPILED: Arm.COMPILED}
 
 Report = Callable[[int, int, str], None]
 """Called with steps done, steps in all (0: not known yet), and what is done now."""
@@ -101,6 +90,8 @@ class _Session:
         self._options = options
         self._report = report
         self._total = self._done = 0
+        # One for both engines: two pools of CPU threads would wait for each other by spinning.
+        self._device = DeviceThread(threads=config.threads)
 
     def run(self) -> Evaluation:
         wake_profiler()
@@ -109,23 +100,26 @@ class _Session:
             self._report(0, 0, "loading torch's compiler")
             backend = self._config.compile.backend
             once_s = first_compile_s(backend, pick_device(self._config.device))
-        engine, start = self._engine(self._config, once_s)
-        with engine:
-            buckets = choose(engine.grid, self._options.grid)
-            # The cases; module and request of each; the other engine and its requests.
-            self._total = 1 + len(buckets) * (3 if self._is_eager else 4)
+        with ExitStack() as running:
+            served = self._served(self._config, running, once_s)
+            buckets = choose(served.engine.grid, self._options.grid)
+            self._total = 1 + 2 * len(buckets)  # the answers; module and requests of each bucket
             self._step("answers of the reference")
-            reference, cases = engine.on_device(partial(self._cases, engine, buckets))
-            rows = [*self._module_rows(engine, start, reference, cases)]
-            rows += [self._request(engine, start, reference, case) for case in cases]
-            found = self._describe(engine, start, buckets)
-        if not self._is_eager:
-            eager_start, more = self._eager_requests(reference, cases)
-            found, rows = replace(found, eager_start=eager_start), rows + more
+            cases = partial(self._cases, served.engine, buckets)
+            reference, filled = served.engine.on_device(cases)
+            rows = self._module_rows(served, reference, filled)
+            found = self._describe(served, buckets)
+            eager_start, more = self._request_rows(served, reference, filled, running)
         order = {label: i for i, label in enumerate(found.buckets)}
+        rows += more
         rows.sort(key=lambda r: (order[r.bucket], [*Scope].index(r.scope), [*Arm].index(r.arm)))
-        # Last, because its own graph breaks are no model's.
-        return replace(found, rows=tuple(rows), graph_break_s=_graph_break_s())
+        return replace(
+            found,
+            rows=tuple(rows),
+            eager_start=eager_start,
+            # Last, because its own graph breaks are no model's.
+            graph_break_s=_graph_break_s(),
+        )
 
     @property
     def _is_eager(self) -> bool:
@@ -135,12 +129,14 @@ class _Session:
         self._report(self._done, self._total, what)
         self._done += 1
 
-    def _engine(self, config: ModelConfig, once_s: float = 0.0) -> tuple[Engine, Start]:
+    def _served(self, config: ModelConfig, running: ExitStack, once_s: float = 0.0) -> Served:
+        """Start an engine, which ``running`` closes."""
         metrics = Metrics()
         cpu = device_kind(config.device) == "cpu"
         log = StartLog(metrics, partial(self._starting, config.compile.tier), mark_kernels=cpu)
-        engine = Engine(config, metrics=metrics, on_progress=log).start()
-        return engine, log.finish(engine.runner.variants.graph_bytes, once_s)
+        engine = Engine(config, metrics=metrics, on_progress=log, device=self._device).start()
+        running.enter_context(engine)
+        return Served(engine, log.finish(engine.runner.variants.graph_bytes, once_s))
 
     def _starting(self, tier: str, step: WarmupProgress) -> None:
         self._report(self._done, self._total, f"start ({tier}): {step.stage} {step.detail}".strip())
@@ -150,79 +146,39 @@ class _Session:
         return reference, [reference.case(bucket) for bucket in buckets]
 
     def _module_rows(
-        self, engine: Engine, start: Start, reference: Reference, cases: Sequence[Case]
+        self, served: Served, reference: Reference, cases: Sequence[Case]
     ) -> list[Row]:
-        timing = self._options.timing
-        bench = ModuleBench(engine.runner, engine.metrics, start, reference.probe, timing)
+        engine, timing = served.engine, self._options.timing
+        bench = ModuleBench(engine.runner, engine.metrics, served.start, reference.probe, timing)
         rows = []
         for case in cases:
             self._step(f"module {case.bucket.label}")
             rows += engine.on_device(partial(bench.measure, case))
         return rows
 
-    def _request(self, engine: Engine, start: Start, reference: Reference, case: Case) -> Row:
-        """Time a request whose rows fill the bucket."""
-        wanted = _serving_arm(engine)
-        self._step(f"request {case.bucket.label} ({wanted})")
-        row = Row(case.bucket.label, wanted, Scope.REQUEST, compile=_whole_cost(start))
-        try:
-            return self._timed_request(row, engine, start, reference, case)
-        except Exception as error:  # the user's model: whatever it raises is a result
-            return replace(row, error=said(error))
-
-    def _timed_request(
-        self, row: Row, engine: Engine, start: Start, reference: Reference, case: Case
-    ) -> Row:
-        samples = [request.arrays for request in case.rows]
-        cpu = torch.device("cpu")  # a result is on the host when it is there
-        answers: list[Mapping[str, np.ndarray]] = []
-        ran: Counter[tuple[Mode, str]] = Counter()
-
-        def call() -> None:
-            results = engine.admit_when_free(engine.prepare(samples))()
-            answers[:] = []
-            for result in results:
-                if isinstance(result, ShapeServeError):
-                    raise result
-                answers.append(result.outputs)
-                ran[result.mode, result.bucket] += 1
-
-        before = recompiles_total(engine.metrics)
-        first_s = timed(call, cpu)
-        numerics = case.numerics(answers, reference.probe, engine.spec.dtype)
-        seconds, failed = time_calls({"request": call}, cpu, self._options.timing)
-        for error in failed.values():
-            raise error
-        start_s = start.once_s + start.seconds
-        includes = f"the start of the engine ({start_s:.1f} s) and the first request"
-        first = FirstCall(start_s + first_s, includes)
-        return replace(
-            row,
-            latency=Latency(first, tuple(seconds["request"])),
-            numerics=numerics,
-            recompiles=recompiles_total(engine.metrics) - before,
-            note=_where(ran, row),
-        )
-
-    def _eager_requests(
-        self, reference: Reference, cases: Sequence[Case]
+    def _request_rows(
+        self, served: Served, reference: Reference, cases: Sequence[Case], running: ExitStack
     ) -> tuple[Start | None, list[Row]]:
-        """Time the same requests through an engine that compiles nothing."""
-        compile_ = self._config.compile.model_copy(update={"tier": "eager"})
-        config = self._config.model_copy(update={"compile": compile_})
-        try:
-            engine, start = self._engine(config)
-        except ShapeServeError as error:
-            rows = [
-                Row(case.bucket.label, Arm.EAGER, Scope.REQUEST, error=said(error))
-                for case in cases
-            ]
-            return None, rows
-        with engine:
-            return start, [self._request(engine, start, reference, case) for case in cases]
+        """Time requests, in turn with those of an engine that compiles nothing."""
+        engines, rows = [served], []
+        eager_start: Start | None = served.start
+        if not self._is_eager:
+            compile_ = self._config.compile.model_copy(update={"tier": "eager"})
+            config = self._config.model_copy(update={"compile": compile_})
+            try:
+                engines.insert(0, self._served(config, running))
+                eager_start = engines[0].start
+            except ShapeServeError as error:
+                eager_start = None
+                labels = (case.bucket.label for case in cases)
+                rows = [Row(b, Arm.EAGER, Scope.REQUEST, error=said(error)) for b in labels]
+        for case in cases:
+            self._step(f"requests {case.bucket.label}")
+            rows += measure_requests(engines, case, reference.probe, self._options.timing)
+        return eager_start, rows
 
-    def _describe(self, engine: Engine, start: Start, buckets: Sequence[Bucket]) -> Evaluation:
-        recorded = self._options.recorded
+    def _describe(self, served: Served, buckets: Sequence[Bucket]) -> Evaluation:
+        engine, recorded = served.engine, self._options.recorded
         expected = (
             None if recorded is None else expect(self._config, engine.spec, engine.grid, recorded)
         )
@@ -231,8 +187,8 @@ class _Session:
             environment=_environment(engine),
             buckets=tuple(bucket.label for bucket in buckets),
             grid_buckets=len(engine.grid),
-            start=start,
-            eager_start=start if self._is_eager else None,
+            start=served.start,
+            eager_start=None,
             rows=(),
             traffic=traffic(buckets, expected, len(recorded.rows) if recorded else None),
             graph_break_s=None,
@@ -245,39 +201,6 @@ def _graph_break_s() -> float | None:
     except Exception as error:  # what a break costs is not worth losing the rest
         log.warning("a graph break cannot be timed: %s", said(error))
         return None
-
-
-def _serving_arm(engine: Engine) -> Arm:
-    programs = engine.runner.programs
-    if programs.tier is Tier.GRAPH:
-        return Arm.CAPTURED
-    return Arm.COMPILED if programs.compiles else Arm.EAGER
-
-
-def _whole_cost(start: Start) -> CompileCost | None:
-    """What all programs of the engine cost together."""
-    costs = [*start.programs.values()]
-    if not costs:
-        return None
-    kernels = [cost.generated_kernels for cost in costs]
-    return CompileCost(
-        seconds=sum(cost.seconds for cost in costs),
-        graphs=sum(cost.graphs for cost in costs),
-        graph_breaks=sum(cost.graph_breaks for cost in costs),
-        cache_hits=sum(cost.cache_hits for cost in costs),
-        cache_misses=sum(cost.cache_misses for cost in costs),
-        cache_bypasses=sum(cost.cache_bypasses for cost in costs),
-        generated_kernels=sum(k or 0 for k in kernels) or None,
-    )
-
-
-def _where(ran: Counter[tuple[Mode, str]], row: Row) -> str | None:
-    """Say where rows ran, if not all of them in the bucket and the way that was meant."""
-    if all(_ARM_OF.get(m, Arm.EAGER) is row.arm and b == row.bucket for m, b in ran):
-        return None
-    whole = ran.total()
-    parts = (f"{n / whole:.0%} in {bucket} ({mode})" for (mode, bucket), n in ran.most_common())
-    return f"rows ran {', '.join(parts)}"
 
 
 def _environment(engine: Engine) -> Environment:
