@@ -273,7 +273,7 @@ def test_tritonclient_shows_the_status_and_the_message_of_an_error(
     [
         ({"content": b"{"}, 400, "invalid_json"),
         ({"content": b'{"model":"fake","input":[NaN]}'}, 400, "invalid_json"),
-        ({"json": {"model": "fake", "input": ["a", ""]}}, 400, "invalid_value"),
+        ({"json": {"model": "fake", "input": ["a", ""]}}, 400, "empty_input"),
         ({"json": {"model": "tiny", "input": ["a", " "]}}, 400, "empty_input"),
         ({"json": {"model": "tiny", "input": [[2, 10**6, 3]]}}, 400, "invalid_value"),
         ({"data": {"input": "a"}}, 415, "unsupported_media_type"),
@@ -315,7 +315,7 @@ def test_every_response_carries_the_request_id_once(service: ServiceProcess, tex
 def test_a_refusal_is_in_the_replicas_log_with_the_request_id(service: ServiceProcess) -> None:
     service.embed(["a", ""], headers={"x-request-id": "find-me"})
     logs = Path(service.events[0]["private"], "session_latest/logs/serve")
-    line = "embeddings 400 invalid_value model=fake request=find-me"
+    line = "embeddings 400 empty_input model=fake request=find-me"
     eventually(lambda: any(line in log.read_text() for log in logs.glob("replica_shapeserve_*")))
 
 

@@ -155,7 +155,7 @@ def test_triton_client_is_answered_behind_haproxy(client: Any) -> None:
     ("model", "text", "code", "word"),
     [
         ("gpt", "a", "NOT_FOUND", "model_not_found"),
-        ("fake", "", "INVALID_ARGUMENT", "invalid_value"),
+        ("fake", "", "INVALID_ARGUMENT", "empty_input"),
         ("fake", "a" * MAX_BODY, "RESOURCE_EXHAUSTED", "body_too_large"),
         ("fake", "full", "RESOURCE_EXHAUSTED", "queue_full"),
         ("fake", "nan", "INTERNAL", "row_failed"),

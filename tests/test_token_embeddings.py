@@ -17,7 +17,7 @@ from torch import Tensor
 from shapeserve.buckets import TOKENS
 from shapeserve.config import ServeConfig
 from shapeserve.engine import Engine
-from shapeserve.engine import build as build_module
+from shapeserve.engine import modules as modules_module
 from shapeserve.errors import ConfigError
 from shapeserve.layout import RaggedLayout
 from shapeserve.metrics import identities
@@ -51,7 +51,7 @@ def engine(request: pytest.FixtureRequest, directory: Path) -> Iterator[Engine]:
             def ragged(spec: Any, config: Any, grid: Any, device: Any) -> RaggedLayout:
                 return RaggedLayout(spec, 8192, grid.max_size("batch"), device)
 
-            patch.setattr(build_module, "make_layout", ragged)
+            patch.setattr(modules_module, "make_layout", ragged)
         with engines.started(config_of(directory, request.param)) as started:
             assert isinstance(started.runner.layout, RaggedLayout) == (request.param == "ragged")
             yield started
