@@ -606,6 +606,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("a CUDA device is needed")
     session = Session(options.seconds)
+    failed = 0
     torch.manual_seed(options.seed)
     facts = describe(options.seed)
     print(json.dumps(facts), flush=True)
@@ -616,6 +617,7 @@ def main() -> None:
                 case = make()
             except Exception:
                 traceback.print_exc()
+                failed += 1
                 continue
             if options.only in case.section:
                 session.run(case)
@@ -629,6 +631,8 @@ def main() -> None:
         write_plot(session.rows, title, options.out.with_suffix(".png"))
     except Exception:
         traceback.print_exc()
+        failed += 1
+    raise SystemExit(int(failed > 0))  # what could be measured is written all the same
 
 
 if __name__ == "__main__":

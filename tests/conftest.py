@@ -23,8 +23,14 @@ settings.load_profile("shapeserve")
 
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
-    """The recorded traffic and texts in tests/data (sources and licences in its README)."""
+    """The recorded texts in tests/data (sources and licences in its README)."""
     return Path(__file__).parent / "data"
+
+
+@pytest.fixture(scope="session")
+def trace_dir() -> Path:
+    """The recorded traffic, shared with the benchmarks (sources and licences in its README)."""
+    return Path(__file__).parent.parent / "benchmarks" / "data" / "traces"
 
 
 @pytest.fixture(scope="session")

@@ -179,9 +179,9 @@ def test_json_says_that_batch_padding_is_not_known() -> None:
     assert len(data["grid"]["buckets"]) == 9
 
 
-def test_minilm_ends_its_grid_at_its_own_maximum(minilm_dir: Path, data_dir: Path) -> None:
+def test_minilm_ends_its_grid_at_its_own_maximum(minilm_dir: Path, trace_dir: Path) -> None:
     config = ServeConfig.for_model_dir(minilm_dir).models[0]
-    lengths = read_lengths(data_dir / "enc_rag_mix.csv.gz")
+    lengths = read_lengths(trace_dir / "enc_rag_mix.csv.gz")
     expected = plan(config, "cpu", lengths).expected
     assert expected is not None
     assert max(expected.by_size) == (256,)
@@ -263,10 +263,10 @@ def test_the_queue_must_admit_the_largest_image() -> None:
     ],
 )
 def test_the_examples_waste_what_the_documentation_says(
-    data_dir: Path, example: str, trace: str, most: dict[str, float]
+    trace_dir: Path, example: str, trace: str, most: dict[str, float]
 ) -> None:
     config = ServeConfig.from_yaml(EXAMPLES / f"{example}.yaml").models[0]
-    expected = plan(config, "cpu", read_shapes(data_dir / f"{trace}.csv.gz")).expected
+    expected = plan(config, "cpu", read_shapes(trace_dir / f"{trace}.csv.gz")).expected
     assert expected is not None
     assert all(expected.waste.share(axis) <= share for axis, share in most.items())
     assert expected.outcomes["bucket"] == expected.rows

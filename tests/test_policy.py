@@ -320,8 +320,8 @@ def test_i1_every_photo_up_to_the_maximum_has_a_bucket_and_it_is_the_smallest(
     assert found.size("height") * found.size("width") == least
 
 
-def test_photo_shapes_waste_less_than_a_finer_product(data_dir: Path) -> None:
-    photos = read_shapes(data_dir / "coco_val2017.csv.gz")
+def test_photo_shapes_waste_less_than_a_finer_product(trace_dir: Path) -> None:
+    photos = read_shapes(trace_dir / "coco_val2017.csv.gz")
     ladder = {"exponential": {"min": 48, "max": 640, "ratio": 1.2, "align": 16}}
     product = photo_grid(
         640, 640, policy={"height": ladder, "width": ladder, "batch": {"explicit": [1]}}

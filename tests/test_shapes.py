@@ -220,6 +220,8 @@ def test_i2_a_size_that_becomes_1_behind_a_stride_never_compiles_on_the_request_
         assert {r.mode for r in results} == {"fallback"}
         assert engines.value(engine, "recompiles_total") == 0
         assert engines.value(engine, "compiles_total", stage="dynamo") == compiled
+        # What no compile holds for ran eagerly, and that is counted.
+        assert engines.value(engine, "eager_frames_total", reason="not_compiled") > 0
 
 
 def test_an_output_at_a_quarter_of_the_rate_is_put_together_from_pieces() -> None:

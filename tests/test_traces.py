@@ -92,9 +92,9 @@ def test_lengths_of_a_histogram_add_up_repeated_lines(tmp_path: Path) -> None:
     assert list(read_lengths(path).items()) == [(6, 3), (9, 5)]
 
 
-def test_recorded_files_are_read_whole(data_dir: Path) -> None:
-    assert read_traffic(data_dir / "enc_rag_mix.csv.gz").rows == 19366
-    assert sum(read_lengths(data_dir / "enc_rag_mix.csv.gz").values()) == 19366
+def test_recorded_files_are_read_whole(data_dir: Path, trace_dir: Path) -> None:
+    assert read_traffic(trace_dir / "enc_rag_mix.csv.gz").rows == 19366
+    assert sum(read_lengths(trace_dir / "enc_rag_mix.csv.gz").values()) == 19366
     assert min(read_lengths(data_dir / "q_xquad.csv.gz")) == 6
 
 
@@ -192,6 +192,6 @@ def test_a_bad_trace_of_shapes_is_refused(tmp_path: Path, text: str, message: st
         read_shapes(write(tmp_path / "bad.csv", text))
 
 
-def test_recorded_images_and_recordings_are_read_whole(data_dir: Path) -> None:
-    assert sum(read_shapes(data_dir / "coco_val2017.csv.gz").rows.values()) == 5000
-    assert sum(read_shapes(data_dir / "librispeech_devclean.csv.gz").rows.values()) == 2703
+def test_recorded_images_and_recordings_are_read_whole(trace_dir: Path) -> None:
+    assert sum(read_shapes(trace_dir / "coco_val2017.csv.gz").rows.values()) == 5000
+    assert sum(read_shapes(trace_dir / "librispeech_devclean.csv.gz").rows.values()) == 2703

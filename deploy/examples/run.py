@@ -1,6 +1,7 @@
-"""Run a model over recorded sizes in this process, and compare it with the unpadded eager model.
+r"""Run a model over recorded sizes in this process, and compare it with the unpadded eager model.
 
-    python deploy/examples/run.py deploy/examples/image_encoder.yaml tests/data/coco_val2017.csv.gz
+    python deploy/examples/run.py deploy/examples/image_encoder.yaml \
+        benchmarks/data/traces/coco_val2017.csv.gz
 
 Takes the config of any model that is given by ``import``, and a trace of sizes along its axes. What
 is in the rows is random; their sizes are the recorded ones.

@@ -213,11 +213,8 @@ class CompileMonitor:
             self._metrics.graph_breaks_total.labels(model=self._model, reason=reason).inc(times)
         return tuple(events)
 
-    def count_eager_frame(self) -> None:
-        """Count a call that ran eager because torch refused to compile once more."""
-        self._count_eager(EagerFrameReason.RECOMPILE_LIMIT)
-
-    def _count_eager(self, reason: EagerFrameReason) -> None:
+    def count_eager_frame(self, reason: EagerFrameReason) -> None:
+        """Count a call, or a frame, that should be compiled and ran eager."""
         self.eager_frames += 1
         self._metrics.eager_frames_total.labels(model=self._model, reason=reason).inc()
 
@@ -229,7 +226,7 @@ class CompileMonitor:
         for result, n in event.cache.items():
             metrics.compile_cache_total.labels(model=model, result=result).inc(n)
         if event.eager is not None:
-            self._count_eager(event.eager)
+            self.count_eager_frame(event.eager)
             broken = classify_break(event.failure or "")
             metrics.graph_breaks_total.labels(model=model, reason=broken).inc()
         if phase is CompilePhase.REQUEST:

@@ -18,6 +18,7 @@ from torch._C._dynamo.eval_frame import (
 from shapeserve.compile.decompose import Table, decomposing
 from shapeserve.compile.monitor import CompileMonitor
 from shapeserve.layout import Forward
+from shapeserve.metrics import EagerFrameReason
 
 _SERIAL = itertools.count()
 # Two programs of a model with up to 32 layers of one class; below torch's bound of 256 in all.
@@ -50,7 +51,7 @@ class Program:
         return self._run(*inputs)
 
     def run_only(self, eager: Forward, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run what is compiled; where nothing holds for these inputs, run ``eager``.
+        """Run what is compiled; where nothing holds for these inputs, run ``eager``, counted.
 
         Torch has no public switch for one program (``set_stance`` is one for the whole process).
         """
@@ -60,7 +61,9 @@ class Program:
         except torch.AcceleratorError:
             raise
         except RuntimeError:  # torch has no type for "nothing compiled"; other errors come again
-            return eager(*inputs)
+            outputs = eager(*inputs)
+            self._monitor.count_eager_frame(EagerFrameReason.NOT_COMPILED)
+            return outputs
         finally:
             set_code_exec_strategy(self._code, _DEFAULT)
 

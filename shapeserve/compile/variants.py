@@ -23,7 +23,7 @@ from shapeserve.compile.graph import GraphPool
 from shapeserve.compile.monitor import CompileMonitor
 from shapeserve.compile.program import Program, compiled, freezing
 from shapeserve.layout import Forward, Layout
-from shapeserve.metrics import Mode, Tier
+from shapeserve.metrics import EagerFrameReason, Mode, Tier
 
 log = logging.getLogger("shapeserve.compile")
 
@@ -168,7 +168,7 @@ class Programs:
             try:
                 return program(*inputs)
             except FailOnRecompileLimitHit:
-                self._monitor.count_eager_frame()
+                self._monitor.count_eager_frame(EagerFrameReason.RECOMPILE_LIMIT)
                 return self.eager(*inputs)
 
         return run

@@ -1,6 +1,8 @@
 """What a service is made of, as frozen values read from YAML or plain data."""
 
 from shapeserve.config.base import along
+from shapeserve.config.compiling import CompileConfig
+from shapeserve.config.http import HttpConfig
 from shapeserve.config.paths import model_directory
 from shapeserve.config.policy import (
     AxisPolicy,
@@ -12,19 +14,15 @@ from shapeserve.config.policy import (
 )
 from shapeserve.config.schema import (
     Batching,
-    CompileConfig,
-    DType,
-    HttpConfig,
-    InputSpec,
     Limits,
     ModelConfig,
-    OutputSpec,
     OverMax,
     RareShape,
     ServeConfig,
     json_schema,
     parse_policy,
 )
+from shapeserve.config.tensors import DType, InputSpec, OutputSpec
 
 __all__ = [
     "AxisPolicy",

@@ -16,6 +16,11 @@ Bool = Annotated[bool, Strict()]
 Name = Annotated[str, Field(min_length=1)]
 
 Axis = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+_WORD = r"[A-Za-z_]\w*"
+ImportPath = Annotated[str, Field(pattern=rf"^{_WORD}(\.{_WORD})*$")]
+ImportName = Annotated[str, Field(pattern=rf"^{_WORD}(\.{_WORD})*:{_WORD}(\.{_WORD})*$")]
+"""A module and, behind a colon, a name in it."""
+
 Size = Annotated[Int, Field(ge=1)]
 PerAxis = Size | Mapping[Axis, Size]
 """One number for every axis but ``batch``, or axis -> number."""

@@ -53,7 +53,7 @@ def _without_remedies(config: ModelConfig) -> Summary | None:
     try:
         return _explain(bare, None).summary
     except Exception as error:  # it may need its operators to run at all
-        log.info("without its remedies the model does not run: %s", error)
+        log.warning("no comparison: without its remedies the model does not run: %s", error)
         return None
 
 

@@ -128,6 +128,7 @@ class EagerFrameReason(StrEnum):
     RECOMPILE_LIMIT = "recompile_limit"
     UNSUPPORTED = "unsupported"
     EAGER_ISLAND = "eager_island"
+    NOT_COMPILED = "not_compiled"
     OTHER = "other"
 
 

@@ -19,7 +19,7 @@ from shapeserve.protocols.fields import (
     check_items,
     check_known,
     check_rows,
-    kind,
+    non_empty,
     over_max,
 )
 from shapeserve.protocols.http import Reply, json_reply
@@ -70,14 +70,8 @@ def read_classify(fields: Mapping[str, Any], model: ModelInfo) -> ClassifyReques
 
 def _samples(value: Any, max_rows: int) -> list[str | TextPair]:
     """Return the rows of ``input``: a text, a pair, or a list of those."""
-    items = [value] if isinstance(value, str | dict) else value
-    if not isinstance(items, list) or not items:
-        given = "an empty list" if value == [] else kind(value)
-        raise InvalidRequest(
-            f"`input` is {given}; it must be a string, an object with `text` and `text_pair`, or a "
-            "list of those, and not empty.",
-            param="input",
-        )
+    wanted = "a string, an object with `text` and `text_pair`, or a list of those"
+    items = [value] if isinstance(value, str | dict) else non_empty("input", value, wanted)
     check_rows("input", len(items), max_rows)
     check_items("input", items, "a string, or an object with `text` and `text_pair` alone", _bad)
     return [item if isinstance(item, str) else TextPair(**item) for item in items]

@@ -32,6 +32,14 @@ def check_known(fields: Mapping[str, Any], known: Set[str]) -> None:
         raise InvalidRequest(f"`user` is {kind(user)}; it must be a string.", param="user")
 
 
+def non_empty(name: str, value: Any, wanted: str) -> list[Any]:
+    """Return ``value`` if it is a list that is not empty; else name what is ``wanted``."""
+    if isinstance(value, list) and value:
+        return value
+    given = "an empty list" if value == [] else kind(value)
+    raise InvalidRequest(f"`{name}` is {given}; it must be {wanted}, and not empty.", param=name)
+
+
 def check_rows(name: str, rows: int, max_rows: int) -> None:
     """Refuse more rows than one request may carry."""
     if rows > max_rows:

@@ -24,6 +24,7 @@ from shapeserve.protocols.fields import (
     check_known,
     check_rows,
     kind,
+    non_empty,
     over_max,
     shown,
 )
@@ -198,29 +199,22 @@ def read_embeddings(fields: Mapping[str, Any], model: ModelInfo) -> EmbeddingReq
 
 def _samples(value: Any, max_rows: int) -> list[str] | list[list[int]]:
     """Return the rows of ``input``: a text, texts, token ids, or lists of token ids."""
-    if isinstance(value, str):
-        value = [value]
-    if not isinstance(value, list) or not value:
-        given = "an empty list" if value == [] else kind(value)
-        raise InvalidRequest(
-            f"`input` is {given}; it must be a string, a list of strings, a list of token ids "
-            "or a list of lists of token ids, and not empty.",
-            param="input",
-        )
-    if type(value[0]) in (int, float):
-        if _bad_ids(value):  # which is quick; the other names the places
-            check_items("input", value, _AN_ID, _bad_id)
-        return [value]
-    check_rows("input", len(value), max_rows)
-    if isinstance(value[0], list):
-        check_items("input", value, f"a list of token ids, not empty, each {_AN_ID}", _bad_ids)
-    elif isinstance(value[0], str):
-        check_items("input", value, "a string", bad_text)
+    wanted = "a string, a list of strings, a list of token ids or a list of lists of token ids"
+    rows: list[Any] = [value] if isinstance(value, str) else non_empty("input", value, wanted)
+    if type(rows[0]) in (int, float):
+        if _bad_ids(rows):  # which is quick; the other names the places
+            check_items("input", rows, _AN_ID, _bad_id)
+        return [rows]
+    check_rows("input", len(rows), max_rows)
+    if isinstance(rows[0], list):
+        check_items("input", rows, f"a list of token ids, not empty, each {_AN_ID}", _bad_ids)
+    elif isinstance(rows[0], str):
+        check_items("input", rows, "a string", bad_text)
     else:
         check_items(
-            "input", value, "a string (or all of them token ids, or lists of those)", bad_text
+            "input", rows, "a string (or all of them token ids, or lists of those)", bad_text
         )
-    return value
+    return rows
 
 
 def _bad_id(item: Any) -> str | None:

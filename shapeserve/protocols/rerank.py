@@ -19,6 +19,7 @@ from shapeserve.protocols.fields import (
     check_known,
     check_rows,
     kind,
+    non_empty,
     over_max,
     shown,
 )
@@ -100,13 +101,7 @@ def _query(value: Any) -> str:
 
 def _documents(value: Any, max_rows: int) -> list[str]:
     """Return the texts of ``documents``: strings, or objects with a ``text``."""
-    if not isinstance(value, list) or not value:
-        given = "an empty list" if value == [] else kind(value)
-        raise InvalidRequest(
-            f"`documents` is {given}; it must be a list of strings, or of objects with a `text`, "
-            "and not empty.",
-            param="documents",
-        )
+    non_empty("documents", value, "a list of strings, or of objects with a `text`")
     check_rows("documents", len(value), max_rows)
     check_items("documents", value, "a string, or an object with nothing but a `text`", _bad)
     return [item if isinstance(item, str) else item["text"] for item in value]

@@ -21,13 +21,11 @@ from shapeserve.protocols.http import Reply
 from shapeserve.serve.admin import Guard
 from shapeserve.serve.calls import Call, Ledger
 from shapeserve.serve.endpoints.admin import Admin
-from shapeserve.serve.endpoints.classify import Classify
-from shapeserve.serve.endpoints.embeddings import Embeddings
 from shapeserve.serve.endpoints.models import Models
 from shapeserve.serve.endpoints.oip import OpenInference
 from shapeserve.serve.endpoints.openapi import OpenApi
 from shapeserve.serve.endpoints.operations import Operations
-from shapeserve.serve.endpoints.rerank import Rerank
+from shapeserve.serve.endpoints.texts import Texts
 from shapeserve.serve.grpc import GrpcFrontend
 from shapeserve.serve.routing import Router
 from shapeserve.serve.service import Route, Service
@@ -81,9 +79,7 @@ class Frontend:
         self._guard = guard or Guard()
         self._public = Router(
             [
-                *Embeddings(self._service).routes,
-                *Rerank(self._service).routes,
-                *Classify(self._service).routes,
+                *Texts(self._service).routes,
                 *Models(self._service).routes,
                 *OpenInference(self._service).routes,
                 *OpenApi(self._service).routes,

@@ -9,8 +9,6 @@ from shapeserve.protocols.fields import OVER_MAX
 from shapeserve.protocols.openai import MAX_TOKEN_ID, TASKS, ModelInfo
 from shapeserve.protocols.openapi.parts import (
     CUT_FROM,
-    READS,
-    REPORT,
     Data,
     answer,
     content,
@@ -19,9 +17,9 @@ from shapeserve.protocols.openapi.parts import (
     get,
     list_of,
     long_rows,
-    post,
     ref,
     text,
+    text_task,
     whole,
     words,
 )
@@ -30,17 +28,13 @@ from shapeserve.protocols.openapi.parts import (
 def paths() -> Data:
     """Return path -> method -> operation."""
     return {
-        http.EMBEDDINGS: {
-            "post": post(
-                "embed",
-                "Texts or token ids to vectors.",
-                content(ref("EmbeddingsRequest")),
-                {
-                    "200": answer("A vector a row.", content(ref("Embeddings")), REPORT),
-                    **errors("Error", (404, *READS)),
-                },
-            )
-        },
+        http.EMBEDDINGS: text_task(
+            "embed",
+            "Texts or token ids to vectors.",
+            "EmbeddingsRequest",
+            "A vector a row.",
+            "Embeddings",
+        ),
         http.MODELS: {
             "get": get(
                 "listModels",

@@ -253,6 +253,23 @@ def get(
     }
 
 
+def text_task(operation: str, summary: str, request: str, about: str, reply: str) -> Data:
+    """Return the operations of a path where texts are sent and rows answered.
+
+    Args:
+        operation: its id.
+        summary: what it is for.
+        request: component of the request.
+        about: what the answer is.
+        reply: component of the answer.
+    """
+    responses = {
+        "200": answer(about, content(ref(reply)), REPORT),
+        **errors("Error", (404, *READS)),
+    }
+    return {"post": post(operation, summary, content(ref(request)), responses)}
+
+
 def post(
     operation: str, summary: str, bodies: Data, responses: Data, parameters: Iterable[Data] = ()
 ) -> Data:

@@ -8,18 +8,12 @@ from shapeserve.protocols import http
 from shapeserve.protocols.openai import ModelInfo, Task
 from shapeserve.protocols.openapi.parts import (
     CUT_FROM,
-    READS,
-    REPORT,
     Data,
-    answer,
-    content,
-    errors,
     fields,
     list_of,
     long_rows,
-    post,
-    ref,
     text,
+    text_task,
     whole,
     words,
 )
@@ -34,28 +28,20 @@ _USAGE = fields({"prompt_tokens": whole(), "total_tokens": whole()})
 def paths() -> Data:
     """Return path -> method -> operation."""
     return {
-        http.RERANK: {
-            "post": post(
-                "rerank",
-                "Documents by relevance to a query.",
-                content(ref("RerankRequest")),
-                {
-                    "200": answer("The best documents first.", content(ref("Ranking")), REPORT),
-                    **errors("Error", (404, *READS)),
-                },
-            )
-        },
-        http.CLASSIFY: {
-            "post": post(
-                "classify",
-                "Texts, or pairs of texts, to labels.",
-                content(ref("ClassifyRequest")),
-                {
-                    "200": answer("A label a row.", content(ref("Labels")), REPORT),
-                    **errors("Error", (404, *READS)),
-                },
-            )
-        },
+        http.RERANK: text_task(
+            "rerank",
+            "Documents by relevance to a query.",
+            "RerankRequest",
+            "The best documents first.",
+            "Ranking",
+        ),
+        http.CLASSIFY: text_task(
+            "classify",
+            "Texts, or pairs of texts, to labels.",
+            "ClassifyRequest",
+            "A label a row.",
+            "Labels",
+        ),
     }
 
 
