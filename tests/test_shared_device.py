@@ -140,7 +140,9 @@ def test_i2_a_compile_is_counted_for_its_own_model_only() -> None:
         own = compiles("first")
         assert own > 0
         with second.start():
-            assert (compiles("first"), compiles("second")) == (own, own)
+            # One program or two: whether one row pays for its own is measured at each start.
+            assert compiles("first") == own
+            assert compiles("second") > 0
 
             def recompile() -> None:  # what a stray tensor would do, and nobody has collected
                 program, _ = first.runner.programs.for_sizes({"batch": 2, "seq": 4})
