@@ -186,7 +186,6 @@ def _query(name: str, label: str, query: str, *, many: bool = False) -> dict[str
         "type": "query",
         "datasource": _DATASOURCE,
         "query": {"query": query, "refId": f"variable-{name}"},
-        "definition": query,
         "refresh": 2,  # whenever the time range changes
         "sort": 1,
         "hide": 0,
