@@ -12,8 +12,11 @@ import uvicorn
 from starlette.requests import Request
 
 from shapeserve.engine import Engine
+from shapeserve.metrics import merge_texts
 from shapeserve.protocols.health import ReplicaReport
 from shapeserve.serve.frontend import Frontend
+
+REPLICA = "r"
 
 
 @contextmanager
@@ -22,7 +25,7 @@ def serving(engines: Mapping[str, Engine], max_body_bytes: int = 1_000_000) -> I
     metrics = next(iter(engines.values())).metrics
 
     async def metrics_text() -> str:
-        return metrics.text()
+        return merge_texts({REPLICA: metrics.text()})
 
     frontend = Frontend(
         engines,
@@ -30,7 +33,7 @@ def serving(engines: Mapping[str, Engine], max_body_bytes: int = 1_000_000) -> I
         metrics=metrics,
         max_body_bytes=max_body_bytes,
         metrics_text=metrics_text,
-        report=lambda: ReplicaReport("r", "ready", 1, 1),
+        report=lambda: ReplicaReport(REPLICA, "ready", 1, 1),
     )
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -128,8 +128,8 @@ def fallback_share_by_reason(view: View) -> str:
 
 def refused_share(view: View) -> str:
     """Return the share of the requests that are refused because the queue is full."""
-    refused = view.rate("rejected_total", 'reason=~"queue_.*"')
-    return f"{refused}\n  / ({view.rate('requests_total')} > 0)"
+    refused = view.rate("rejected_total", _OF_MODELS, 'reason=~"queue_.*"')
+    return f"{refused}\n  / ({view.rate('requests_total', _OF_MODELS)} > 0)"
 
 
 def failed_share(view: View) -> str:

@@ -46,18 +46,9 @@ def rule_groups(form: str, targets: Targets, runbooks: str) -> dict[str, Any]:
         runbooks: where docs/runbooks.md can be read.
     """
     view = FORMS[form]
-    return {
-        "groups": [
-            {
-                "name": "shapeserve.recording",
-                "rules": [rule.as_dict() for rule in recording_rules(view, targets)],
-            },
-            {
-                "name": "shapeserve.alerts",
-                "rules": [rule.as_dict() for rule in alerts(view, targets, runbooks)],
-            },
-        ]
-    }
+    # One group, which is evaluated in order: what an alert reads was recorded just before.
+    rules = [*recording_rules(view, targets), *alerts(view, targets, runbooks)]
+    return {"groups": [{"name": "shapeserve", "rules": [rule.as_dict() for rule in rules]}]}
 
 
 class _Dumper(yaml.SafeDumper):
