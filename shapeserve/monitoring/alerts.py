@@ -180,12 +180,13 @@ def _replicas(view: View, targets: Targets) -> Iterator[Rule]:
         f"{_MODEL}: a replica is not warm",
         f"Replica {{{{ $labels.replica }}}} has {_SHARE} of its variants after 15 minutes.",
     )
-    before = f"max_over_time(shapeserve_replicas:count[{LONG_WINDOW}])"
+    # The median: a rolling update, or a second cluster beside the first, has more for a while.
+    usual = "quantile_over_time(0.5, shapeserve_replicas:count[6h])"
     yield _alert(
         "ReplicaMissing",
         "warning",
         "10m",
-        f"shapeserve_replicas:count < {targets.replicas or before}",
+        f"shapeserve_replicas:count < {targets.replicas or usual}",
         "A replica of shapeserve is missing",
         "Only {{ $value }} replicas answer the scrape.",
     )

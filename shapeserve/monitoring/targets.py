@@ -30,7 +30,7 @@ class Targets:
     drift_margin: float = _target("how far measured waste may exceed the predicted", 0.1)
     replicas: int = field(
         default=0,
-        metadata={"help": "how many there should be; 0: as many as in the hour before"},
+        metadata={"help": "how many there should be; 0: as many as there mostly were in six hours"},
     )
 
     def __post_init__(self) -> None:
