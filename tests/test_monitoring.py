@@ -129,7 +129,7 @@ def promtool(*arguments: str | Path, cwd: Path = MONITORING) -> str:
 
 
 @needs_prometheus
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["metrics", pytest.param("ray", marks=pytest.mark.slow)])
 def test_unit_tests_of_the_rules_pass(form: str, tmp_path: Path) -> None:
     if form == "metrics":
         promtool("test", "rules", *UNIT_TESTS)
