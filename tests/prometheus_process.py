@@ -92,12 +92,13 @@ class Prometheus:
         return [float(value) for series in data["result"] for _, value in series["values"]]
 
     def scrapes(self, job: str, seconds: int = 300) -> list[float]:
-        """Return when a job was scraped, oldest first."""
+        """Return when a job was scraped with success, oldest first."""
         data = self.get("query", query=f'up{{job="{job}"}}[{seconds}s]')
-        return sorted(float(at) for series in data["result"] for at, _ in series["values"])
+        values = [value for series in data["result"] for value in series["values"]]
+        return sorted(float(at) for at, up in values if up == "1")
 
     def await_scrapes(self, job: str, more: int) -> float:
-        """Wait for ``more`` scrapes of a job from now on; return when the last began."""
+        """Wait for ``more`` good scrapes of a job from now on; return when the last began."""
         seen = len(self.scrapes(job))
         return eventually(
             lambda: found[-1] if len(found := self.scrapes(job)) >= seen + more else 0.0

@@ -496,10 +496,9 @@ def test_a_thousand_mixed_requests_add_no_series(lab: Lab) -> None:
                 http.get(f"/v2/models/{i}/ready")
     assert series_of(lab.url) == before
     assert len(before) <= bound(lab.engine)
-    lab.prometheus.await_scrapes("shapeserve", 2)
-    assert set(lab.prometheus.query('count({__name__=~"shapeserve_.+",replica!=""})').values()) == {
-        float(len(before))
-    }
+    at_s = lab.prometheus.await_scrapes("shapeserve", 2)
+    count = 'count({__name__=~"shapeserve_.+",replica!=""})'
+    assert lab.prometheus.query(count, at_s) == {labels(): len(before)}
 
 
 # --- several replicas ----------------------------------------------------------------------------

@@ -126,3 +126,6 @@ def test_what_a_killed_replica_had_counted_stays_counted_once(watched: Watched) 
     assert abs(counted[labels()] - len(watched.sent_at_s)) <= one_interval
     rate = "sum(rate(shapeserve_rows_accepted_total[10s]))"
     assert not [v for v in prometheus.range(rate, at[0], at[-1]) if v < 0]
+    by_replica = "count by (replica) (ray_shapeserve_build_info)"
+    alive = {labels(replica=replica) for replica in service.replicas()}
+    eventually(lambda: prometheus.query(by_replica).keys() == alive)
