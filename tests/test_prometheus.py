@@ -62,6 +62,7 @@ FALLBACK_ALIGN = 8  # what a fallback pads to
 # Lengths of the rows of each request. Sent one after the other, and rows of two buckets never share
 # a batch, so the batches follow from the lengths.
 TRAFFIC = [[5], [8], [9, 10], [16], [3, 20], [3], [30], [9], [4], [17], [25], [3], [3], [9]] * 5
+PREDICTED = 0.05  # by the policy: less than the traffic pads
 M = labels(model=MODEL)
 RULES = rule_groups("metrics", Targets(), RUNBOOKS)["groups"][0]["rules"]
 RECORDED = {rule["record"]: rule["expr"] for rule in RULES if "record" in rule}
@@ -173,6 +174,8 @@ def incidents(metrics: Metrics, engine: Engine) -> None:
     metrics.variants.child(MODEL, "compiled", "degraded").set(1)
     metrics.graph_pool_bytes.child(MODEL).set(1 << 20)
     metrics.queue_rows.child(MODEL).set(7)
+    if gauge := getattr(metrics, PREDICTED_WASTE, None):
+        gauge.child(MODEL, "seq").set(PREDICTED)
     with pytest.raises(ConfigError):
         engine.swap_policy(parse_policy({"seq": {"explicit": [4096]}, "batch": {"explicit": [2]}}))
 
@@ -244,6 +247,11 @@ def by_axis(lab: Lab) -> dict[Labels, float]:
     }
 
 
+def of_rows(lab: Lab) -> dict[Labels, float]:
+    padded = lab.ledger.total("padding_seq")
+    return {M | labels(axis="seq"): padded / (lab.ledger.total("real") + padded)}
+
+
 def wasted_by_bucket(lab: Lab) -> dict[str, float]:
     return {b: 1 - t["real"] / sum(t.values()) for b, t in lab.ledger.tokens.items()}
 
@@ -278,7 +286,7 @@ Expected = Callable[[Lab], float | dict[Labels, float]]
 
 RECORDS: dict[str, Expected] = {
     "model_axis:shapeserve_padding_waste:ratio_rate5m": by_axis,
-    "model_axis:shapeserve_padding_waste:ratio_rate1h": by_axis,
+    "model_axis:shapeserve_row_padding_waste:ratio_rate1h": of_rows,
     "model:shapeserve_padding_waste:ratio_rate5m": lambda lab: lab.ledger.waste,
     "model:shapeserve_padding_device_seconds:rate5m": padding_seconds,
     "model:shapeserve_device_busy:ratio_rate5m": device_seconds,
@@ -327,9 +335,8 @@ def lengths(lab: Lab) -> dict[Labels, float]:
 
 
 def predicted(lab: Lab) -> dict[Labels, float]:
-    gauge = getattr(lab.engine.metrics, PREDICTED_WASTE, None)
-    samples = [] if gauge is None else gauge.family().samples
-    return {M | labels(axis=s.labels["axis"]): s.value for s in samples}
+    has_it = hasattr(lab.engine.metrics, PREDICTED_WASTE)
+    return {M | labels(axis="seq"): PREDICTED} if has_it else {}
 
 
 def buckets(counts: Mapping[str, float]) -> dict[str, float]:
@@ -372,7 +379,7 @@ PANELS: dict[tuple[str, str], Expected] = {
     ("Non-finite rows, failed swaps", "A"): lambda lab: 1,
     ("Non-finite rows, failed swaps", "B"): lambda lab: reasons("policy_swaps_total", rejected=1),
     ("Lengths along $axis", "A"): lengths,
-    ("Predicted and measured waste", "A"): by_axis,
+    ("Predicted and measured waste", "A"): of_rows,
     ("Predicted and measured waste", "B"): predicted,
     ("Waste by bucket", "A"): lambda lab: rates(wasted_by_bucket(lab), "bucket", window_s=1),
     ("Device seconds by bucket", "A"): lambda lab: rates(
@@ -419,6 +426,10 @@ def test_the_alerts_whose_bounds_the_traffic_exceeds_fire_and_no_other(lab: Lab)
         "FallbackShare": fallbacks(lab) > targets.fallback_share,
         "RequestsRefused": refused(lab) > targets.refused_share,
         "ErrorBudgetBurn": failed(lab) > 14.4 * (1 - targets.availability),
+        "LengthDrift": any(
+            of_rows(lab)[key] > share + targets.drift_margin
+            for key, share in predicted(lab).items()
+        ),
         # These depend on how busy the machine is.
         "QueueSaturated": lab.raw.quantile(0.95, "queue_seconds") > targets.queue_wait_s,
         "LatencyBudgetBurn": slow(lab) > 6 * (1 - targets.latency_share),

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from shapeserve.buckets import BATCH
 from shapeserve.metrics.catalogue import CATALOGUE, NO_MODEL, PREFIX, REAL, Outcome
 
 PREDICTED_WASTE = "policy_predicted_waste"
-"""A gauge that a service has only when its policy was tuned; no series, no result."""
+"""What a policy was expected to pad along the axes of a row; 0 where it does not say."""
 
 _SUFFIXES = {"histogram": ("_bucket", "_count", "_sum")}
 _NAMES = {d.attribute + suffix for d in CATALOGUE for suffix in _SUFFIXES.get(d.kind, ("",))}
@@ -23,6 +24,7 @@ _BORN_AFTER = "1h"
 _NOT_TO_BLAME = f"{Outcome.CLIENT_ERROR}|{Outcome.CANCELLED}"
 _BAD = "|".join(o for o in Outcome if o not in (Outcome.OK, *_NOT_TO_BLAME.split("|")))
 _PADDING = f'kind!="{REAL}"'
+_NO_FILLER = f'kind!="padding_{BATCH}"'
 _OF_MODELS = f'model!="{NO_MODEL}"'
 
 
@@ -78,14 +80,23 @@ class View:
         )
 
 
-def waste_by_axis(view: View) -> str:
-    """Return padding / all elements, for each axis."""
-    padding = f"rate({view.series('tokens_total', _PADDING)}[{view.window}])"
+def waste_by_axis(view: View, *, of_rows: bool = False) -> str:
+    """Return padding / all elements, for each axis.
+
+    With ``of_rows`` as the tuner predicts it: without filler rows, which depend on the load.
+    """
+    only = (_NO_FILLER,) if of_rows else ()
+    padding = f"rate({view.series('tokens_total', _PADDING, *only)}[{view.window}])"
     return (
         "sum by (model, axis) (\n"
         f'  label_replace({padding}, "axis", "$1", "kind", "padding_(.+)")\n'
-        f") / on (model) group_left () ({view.rate('tokens_total')} > 0)"
+        f") / on (model) group_left () ({view.rate('tokens_total', *only)} > 0)"
     )
+
+
+def predicted_waste(view: View) -> str:
+    """Return what the policy in use was expected to pad, for the axes of which it says so."""
+    return f"max by (model, axis) ({view.series(PREDICTED_WASTE)}) > 0"
 
 
 def waste(view: View, by: str = "model") -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shapeserve.metrics.catalogue import EagerFrameReason, SwapResult, VariantState
-from shapeserve.metrics.queries import PREDICTED_WASTE, View
+from shapeserve.metrics.queries import View, predicted_waste
 from shapeserve.monitoring.rules import (
     LONG_WINDOW,
+    ROW_WASTE,
     Rule,
     failed_name,
     slow_name,
-    waste_by_axis_name,
 )
 from shapeserve.monitoring.targets import Targets
 
@@ -110,13 +110,11 @@ def _padding(view: View, targets: Targets) -> Iterator[Rule]:
         f"{_MODEL} computes mostly padding",
         f"{_SHARE} of what it executes is padding, more than {targets.padding_waste:.0%}.",
     )
-    predicted = f"max by (model, axis) ({view.series(PREDICTED_WASTE)})"
     yield _alert(
         "LengthDrift",
         "warning",
         "30m",
-        f"{waste_by_axis_name(LONG_WINDOW)}\n"
-        f"  > on (model, axis) ({predicted} + {targets.drift_margin:g})",
+        f"{ROW_WASTE}\n  > on (model, axis) (({predicted_waste(view)}) + {targets.drift_margin:g})",
         f"{_MODEL}: the traffic is no longer what its policy was tuned for",
         f"Padding along {{{{ $labels.axis }}}} is {_SHARE} over {LONG_WINDOW}, more than "
         f"{targets.drift_margin:g} above what the policy predicted.",

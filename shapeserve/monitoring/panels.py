@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shapeserve.metrics import queries
 from shapeserve.metrics.catalogue import VariantState
-from shapeserve.metrics.queries import PREDICTED_WASTE, View
+from shapeserve.metrics.queries import View
 
 VIEW = View(prefix="${prefix}", window="$rate", only='model=~"$model"')
 
@@ -204,14 +204,14 @@ TUNING = (
     Panel(
         "Predicted and measured waste",
         [
-            Query(queries.waste_by_axis(VIEW.over("1h")), "{{model}} {{axis}} measured"),
             Query(
-                f"max by (model, axis) ({VIEW.series(PREDICTED_WASTE)})",
-                "{{model}} {{axis}} predicted",
+                queries.waste_by_axis(VIEW.over("1h"), of_rows=True), "{{model}} {{axis}} measured"
             ),
+            Query(queries.predicted_waste(VIEW), "{{model}} {{axis}} predicted"),
         ],
         unit="percentunit",
-        help="Over an hour. Far apart: the traffic is no longer what the policy was tuned for.",
+        help="Over an hour, without filler rows. Far apart: the traffic is not what the policy was "
+        "tuned for.",
         width=12,
     ),
     Panel(

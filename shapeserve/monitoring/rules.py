@@ -19,6 +19,8 @@ FORMS = {"metrics": View(), "ray": View(prefix="ray_shapeserve_")}
 
 BURN_WINDOWS = ("5m", "30m", "1h", "6h")
 LONG_WINDOW = "1h"
+ROW_WASTE = f"model_axis:shapeserve_row_padding_waste:ratio_rate{LONG_WINDOW}"
+"""The rule that can be compared with what the tuner predicted."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,11 @@ class Rule:
 def recording_rules(view: View, targets: Targets) -> list[Rule]:
     """Return the recording rules for one form."""
     return [
-        Rule(waste_by_axis_name(view.window), queries.waste_by_axis(view)),
-        Rule(waste_by_axis_name(LONG_WINDOW), queries.waste_by_axis(view.over(LONG_WINDOW))),
+        Rule(
+            f"model_axis:shapeserve_padding_waste:ratio_rate{view.window}",
+            queries.waste_by_axis(view),
+        ),
+        Rule(ROW_WASTE, queries.waste_by_axis(view.over(LONG_WINDOW), of_rows=True)),
         Rule(f"model:shapeserve_padding_waste:ratio_rate{view.window}", queries.waste(view)),
         Rule(
             f"model:shapeserve_padding_device_seconds:rate{view.window}",
@@ -64,11 +69,6 @@ def recording_rules(view: View, targets: Targets) -> list[Rule]:
         Rule("shapeserve_replicas:count", queries.replicas(view)),
         *_burn_rules(view, targets),
     ]
-
-
-def waste_by_axis_name(window: str) -> str:
-    """Return the name of the rule for the waste of each axis."""
-    return f"model_axis:shapeserve_padding_waste:ratio_rate{window}"
 
 
 def failed_name(window: str) -> str:
