@@ -16,8 +16,6 @@ from shapeserve.metrics import merge_texts
 from shapeserve.protocols.health import ReplicaReport
 from shapeserve.serve.frontend import Frontend
 
-REPLICA = "r"
-
 
 @contextmanager
 def serving(engines: Mapping[str, Engine], max_body_bytes: int = 1_000_000) -> Iterator[str]:
@@ -25,7 +23,7 @@ def serving(engines: Mapping[str, Engine], max_body_bytes: int = 1_000_000) -> I
     metrics = next(iter(engines.values())).metrics
 
     async def metrics_text() -> str:
-        return merge_texts({REPLICA: metrics.text()})
+        return merge_texts({"r": metrics.text()})
 
     frontend = Frontend(
         engines,
@@ -33,7 +31,7 @@ def serving(engines: Mapping[str, Engine], max_body_bytes: int = 1_000_000) -> I
         metrics=metrics,
         max_body_bytes=max_body_bytes,
         metrics_text=metrics_text,
-        report=lambda: ReplicaReport(REPLICA, "ready", 1, 1),
+        report=lambda: ReplicaReport("r", "ready", 1, 1),
     )
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

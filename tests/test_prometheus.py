@@ -23,7 +23,7 @@ import httpx
 import pytest
 import yaml
 from engines import text_config
-from frontend_server import REPLICA, serving
+from frontend_server import serving
 from prometheus_process import (
     MONITORING,
     Labels,
@@ -375,7 +375,7 @@ PANELS: dict[tuple[str, str], Expected] = {
     ("Rejected by reason", "A"): lambda lab: {
         key: n / 300 for key, n in reasons("rejected_total", queue_full=3, invalid=1).items()
     },
-    ("Memory of captured graphs", "A"): lambda lab: {M | labels(replica=REPLICA): 1 << 20},
+    ("Memory of captured graphs", "A"): lambda lab: {M | labels(replica="r"): 1 << 20},
     ("Non-finite rows, failed swaps", "A"): lambda lab: 1,
     ("Non-finite rows, failed swaps", "B"): lambda lab: reasons("policy_swaps_total", rejected=1),
     ("Lengths along $axis", "A"): lengths,
