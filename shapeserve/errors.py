@@ -12,6 +12,7 @@
         ├── UnsupportedMediaType 415  the body is not JSON
         ├── Overloaded           429  the batcher's queue is full; the client may retry
         ├── RowFailed            500  one row failed on the device, also when retried alone
+        ├── SwapFailed           500  a replica did not take a new policy
         ├── Unavailable          503  not ready, draining, or the device thread is dead
         └── DeadlineExceeded     504  the row's deadline passed before it ran
 """
@@ -124,6 +125,14 @@ class RowFailed(RequestError):
     status = 500
     type = "server_error"
     code = "row_failed"
+
+
+class SwapFailed(RequestError):
+    """Not every replica serves the policy that it was given."""
+
+    status = 500
+    type = "server_error"
+    code = "swap_failed"
 
 
 class Unavailable(RequestError):

@@ -11,6 +11,7 @@ from shapeserve.config.policy import (
     Policy,
     axes_of,
     policy_of,
+    predicted_waste,
 )
 from shapeserve.config.schema import (
     Batching,
@@ -21,6 +22,8 @@ from shapeserve.config.schema import (
     ServeConfig,
     json_schema,
     parse_policy,
+    policy_schemas,
+    policy_to_dict,
 )
 from shapeserve.config.tensors import DType, InputSpec, OutputSpec
 
@@ -46,4 +49,7 @@ __all__ = [
     "model_directory",
     "parse_policy",
     "policy_of",
+    "policy_schemas",
+    "policy_to_dict",
+    "predicted_waste",
 ]

@@ -455,6 +455,23 @@ def parse_policy(data: Mapping[str, Any]) -> Policy:
         raise Document(data).explain(error) from None
 
 
+def policy_to_dict(policy: Policy) -> dict[str, Any]:
+    """Return a policy as plain JSON data; :func:`parse_policy` reads it back."""
+    dumped: dict[str, Any] = _POLICY.dump_python(policy, mode="json", exclude_none=True)
+    return dumped
+
+
+def policy_schemas(ref_template: str) -> dict[str, Any]:
+    """Return the JSON schema of a policy, under ``Policy``, and those that it refers to.
+
+    Args:
+        ref_template: how it refers, with ``{model}`` for the name.
+    """
+    schema = _POLICY.json_schema(ref_template=ref_template)
+    schemas: dict[str, Any] = schema.pop("$defs")
+    return {**schemas, "Policy": schema}
+
+
 def json_schema() -> dict[str, Any]:
     """Return the JSON schema of the config file."""
     return ServeConfig.model_json_schema(by_alias=True)

@@ -15,7 +15,7 @@ from shapeserve.batcher import Batch, Batcher, Row
 from shapeserve.buckets import Grid
 from shapeserve.compile.debug import keep_artefacts, log_all_recompiles
 from shapeserve.compile.record import CompileRecord, compile_record
-from shapeserve.config import ModelConfig, Policy, ServeConfig
+from shapeserve.config import ModelConfig, Policy, ServeConfig, predicted_waste
 from shapeserve.engine.build import Built, build, new_runner
 from shapeserve.engine.combine import combine
 from shapeserve.engine.device import DeviceThread, Finish, Source, Work
@@ -97,6 +97,7 @@ class Engine:
         device: DeviceThread | None = None,
     ) -> None:
         self.config = _one_model(config)
+        self._policy = self.config.policy
         self.metrics = metrics or Metrics()
         self.progress = WarmupProgress()
         self._on_progress = on_progress
@@ -223,6 +224,11 @@ class Engine:
     def grid(self) -> Grid:
         """The grid that serves now."""
         return self._ready_parts().runner.grid
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that the grid was made from."""
+        return self._policy
 
     @property
     def runner(self) -> ModelRunner:
@@ -577,7 +583,9 @@ class Engine:
                 raise
             self._built = built.with_runner(runner)
             self._preparer = self._new_preparer(self._built)
+            self._policy = policy
             self.metrics.set_grid_version(self.spec.name, runner.grid.version)
+            self.metrics.set_predicted_waste(self.spec.name, predicted_waste(policy))
             publish_variants(runner, self.metrics)
             swaps(result=SwapResult.APPLIED).inc()
         return runner.grid

@@ -433,6 +433,13 @@ CATALOGUE: tuple[MetricDef, ...] = (
         model=Scope.MODEL,
     ),
     _gauge("warmup_seconds", "Time from start to the seal; 0 until then.", model=Scope.MODEL),
+    _gauge(
+        "policy_predicted_waste",
+        "Padding along an axis / all elements along the axes of a row, as `shapeserve tune` "
+        "predicted it for the policy in use; 0 if the policy does not say.",
+        model=Scope.MODEL,
+        axis=Scope.AXIS,
+    ),
     _histogram(
         "request_seconds",
         "Time from the request's arrival to its answer, whatever the outcome.",

@@ -4,6 +4,7 @@ from shapeserve.tuning.cost import ANALYTIC, Cost, Formula
 from shapeserve.tuning.fit import Buckets, Fit, Rules, fit, row_shapes, waste
 from shapeserve.tuning.fleet import ROUTINGS, Routing
 from shapeserve.tuning.outcome import Outcome
+from shapeserve.tuning.prometheus import Lengths, read_lengths
 from shapeserve.tuning.propose import Objective, Proposal, Request, Scored, propose
 from shapeserve.tuning.served import Served
 from shapeserve.tuning.simulate import simulate
@@ -18,6 +19,7 @@ __all__ = [
     "CostTable",
     "Fit",
     "Formula",
+    "Lengths",
     "Objective",
     "Outcome",
     "Proposal",
@@ -28,6 +30,7 @@ __all__ = [
     "Served",
     "fit",
     "propose",
+    "read_lengths",
     "row_shapes",
     "simulate",
     "waste",

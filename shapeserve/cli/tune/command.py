@@ -25,6 +25,7 @@ def tune_command(**given: Any) -> None:
       shapeserve tune --trace trace.csv.gz
       shapeserve tune --trace trace.csv.gz -k 8 --max-length 512 --out policy.yaml
       shapeserve tune --trace images.csv.gz -k 16 --align 8
+      shapeserve tune --prometheus http://prometheus:9090 --range 7d --model all-MiniLM-L6-v2
       shapeserve tune --trace trace.csv.gz --objective seconds --costs costs.json --json -
     """
     request = fit_request(given)
