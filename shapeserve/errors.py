@@ -5,6 +5,7 @@
     ShapeServeError
     ├── ConfigError              loading or validating a config; the CLI exits with 2
     ├── ModelError               loading, self-test or strict warm-up of a model; start-up fails
+    ├── RolloutFailed            a policy that was sent to a service does not serve there
     └── RequestError             anything a client is told: a status and an error body
         ├── InvalidRequest       400  the request itself is wrong (protocols, tokeniser, dispatch)
         ├── NotFound             404  no model of that name
@@ -32,6 +33,10 @@ class ConfigError(ShapeServeError):
 
 class ModelError(ShapeServeError):
     """A model cannot be loaded, or did not pass its self-test or a strict warm-up."""
+
+
+class RolloutFailed(ShapeServeError):
+    """A new policy was sent to a service that runs, and is not what serves there."""
 
 
 class RequestError(ShapeServeError):

@@ -193,6 +193,7 @@ class FakeEngine:
         self.metrics.set_grid_version(self.spec.name, self.grid.version)
         self.metrics.set_predicted_waste(self.spec.name, predicted_waste(policy))
         self.policy = policy
+        self.metrics.policy_swaps_total.child(self.spec.name, SwapResult.APPLIED).inc()
         return self.grid
 
     def close(self, drain_s: float = 10.0) -> None:

@@ -160,7 +160,7 @@ BAD = {
         ("--prometheus", "http://127.0.0.1:9"),
         "--prometheus: http://127.0.0.1:9/api/v1/query cannot be reached",
     ),
-    "empty directory": (("--trace", Path(__file__).parent / "__pycache__"), "has no trace"),
+    "empty directory": (("--trace", Path(__file__).parent), "has no trace"),
     "no file": (("--trace", "none.csv"), "none.csv: cannot be read: No such file"),
     "k of 0": (("--trace", TEXTS, "-k", "0"), "0 is not in the range"),
     "axis of two": (("--trace", IMAGES, "--axis", "seq"), "this trace has height, width"),

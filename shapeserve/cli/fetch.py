@@ -29,6 +29,15 @@ def check_address(option: str, address: str) -> str:
     return address.rstrip("/")
 
 
+def fetch_text(url: str, *, timeout_s: float = 10.0) -> str | None:
+    """Return what answers with 200 at an address that a cluster names; None if nothing does."""
+    try:
+        with urlopen(url, timeout=timeout_s) as response:
+            return str(response.read().decode())
+    except (OSError, HTTPException, ValueError):
+        return None
+
+
 def fetch_json(
     option: str,
     url: str,
