@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -53,7 +55,8 @@ class Cluster:
             "--ray-client-server-port": free_port(),
             "--metrics-export-port": free_port(),
         }
-        self._log = (directory / "ray.log").open("wb")
+        self.log = directory / "ray.log"
+        self._log = self.log.open("wb")
         self._temp = Path("/tmp") / f"ss-{os.getpid()}"  # short: unix socket paths
         self.process = subprocess.Popen(
             [
@@ -77,13 +80,18 @@ class Cluster:
             check=False,
         )
 
+    def is_up(self) -> bool:
+        return self.run("ray.serve.scripts", "status", "-a", self.dashboard).returncode == 0
+
     def stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)
         try:
             self.process.wait(60)
         finally:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
             self._log.close()
+            shutil.rmtree(self._temp, ignore_errors=True)
 
 
 class Load:
@@ -118,11 +126,22 @@ class Load:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    made = Cluster(tmp_path_factory.mktemp("ray"))
+    made = _started(tmp_path_factory)
     try:
         yield made
     finally:
         made.stop()
+
+
+def _started(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    """Ray gives up if its node takes more than 30 s to start, which a busy machine may."""
+    for _ in range(3):
+        made = Cluster(tmp_path_factory.mktemp("ray"))
+        eventually(lambda made=made: made.is_up() or made.process.poll() is not None)
+        if made.process.poll() is None:
+            return made
+        made.stop()
+    pytest.fail(f"ray start failed: {made.log.read_text()}")
 
 
 @pytest.fixture(scope="module")
@@ -140,9 +159,8 @@ def url(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> str:
     config = directory / "serve.yaml"
     http = {"host": "127.0.0.1", "port": port}
     config.write_text(yaml.safe_dump({"http_options": http, "applications": [application]}))
-    # The port is taken as soon as Serve has one; until then there is nothing to deploy to.
-    serve = ("ray.serve.scripts", "deploy", str(config), "-a", cluster.dashboard)
-    eventually(lambda: cluster.run(*serve).returncode == 0)
+    done = cluster.run("ray.serve.scripts", "deploy", str(config), "-a", cluster.dashboard)
+    assert done.returncode == 0, done.stderr
     address = f"http://127.0.0.1:{port}"
     eventually(lambda: len(serving(address)) == 2)
     return address

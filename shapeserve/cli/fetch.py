@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 from urllib.request import Request, urlopen
 
 from shapeserve.errors import ConfigError
@@ -27,6 +27,11 @@ def check_address(option: str, address: str) -> str:
             f"{option} {address}: it must be an address such as http://127.0.0.1:9090"
         )
     return address.rstrip("/")
+
+
+def as_path(name: str) -> str:
+    """Return a name as it stands in the path of an address; a slash stays one."""
+    return quote(name)
 
 
 def fetch_text(url: str, *, timeout_s: float = 10.0) -> str | None:

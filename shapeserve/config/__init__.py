@@ -13,6 +13,7 @@ from shapeserve.config.policy import (
     policy_of,
     predicted_waste,
 )
+from shapeserve.config.record import Record
 from shapeserve.config.schema import (
     Batching,
     Limits,
@@ -42,6 +43,7 @@ __all__ = [
     "OverMax",
     "Policy",
     "RareShape",
+    "Record",
     "ServeConfig",
     "along",
     "axes_of",

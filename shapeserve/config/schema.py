@@ -37,6 +37,7 @@ from shapeserve.config.http import HttpConfig
 from shapeserve.config.load import Document
 from shapeserve.config.paths import is_package_path, model_directory
 from shapeserve.config.policy import Policy, axes_of
+from shapeserve.config.record import Record
 from shapeserve.config.tensors import InputSpec, OutputSpec
 
 OverMax = Literal["fallback", "split", "truncate", "reject"]
@@ -193,6 +194,12 @@ class ModelConfig(Frozen):
     limits: Limits = field("Bounds on rows, batches and the queue.", "section", Limits())
     compile: CompileConfig = field("How variants are built.", "section", CompileConfig())
     batching: Batching = field("When a batch is dispatched.", "section", Batching())
+    record: Record | None = field(
+        "Write the sizes and arrival times of accepted rows to files, for `shapeserve tune`; unset "
+        "writes nothing.",
+        "section",
+        None,
+    )
     token_embeddings: Bool = field(
         "Give the vector of every token as well, as the output `token_embeddings` [batch, seq, D] "
         "without padding (text encoders; not over `/v1/embeddings`).",
@@ -440,6 +447,9 @@ def _anchored(model: ModelConfig, base: Path) -> ModelConfig:
     if model.compile.debug_dir is not None:
         kept = str(base / Path(model.compile.debug_dir).expanduser())
         changed["compile"] = model.compile.model_copy(update={"debug_dir": kept})
+    if model.record is not None:
+        kept = str(base / Path(model.record.path).expanduser())
+        changed["record"] = model.record.model_copy(update={"path": kept})
     return model.model_copy(update=changed)
 
 

@@ -23,6 +23,7 @@ from shapeserve.engine.execute import BatchExecutor
 from shapeserve.engine.mail import Mail
 from shapeserve.engine.offline import run_offline
 from shapeserve.engine.prepare import Preparer
+from shapeserve.engine.record import Recorder
 from shapeserve.engine.rows import (
     Outcome,
     PreparedRow,
@@ -115,6 +116,7 @@ class Engine:
         self._running: list[Batch] = []  # taken from the queue and not settled
         self._built: Built | None = None
         self._preparer: Preparer | None = None
+        self._recorder: Recorder | None = None
         self._device = device or DeviceThread(threads=self.config.threads)
         if self.config.threads not in (None, self._device.threads):
             raise ConfigError(
@@ -150,6 +152,11 @@ class Engine:
             self._device.leave(self._source, 1.0)
             self._state = "closed"
             raise
+        if self.config.record is not None:
+            self._recorder = Recorder(
+                self.config.record, self.spec.name, self.spec.row_axes, self.metrics
+            )
+            self._recorder.start()
         self.metrics.warmup_seconds.labels(model=self.spec.name).set(time.monotonic() - started)
         with self._device.lock:
             if self._state != "starting":
@@ -197,6 +204,8 @@ class Engine:
         with self._device.lock:
             self._wait_while(lambda: bool(self._running), deadline)
         self._device.leave(self._source, deadline - time.monotonic())
+        if self._recorder is not None:
+            self._recorder.close()
         self._state = "closed"
 
     def _wait_while(self, condition: Callable[[], bool], deadline_s: float) -> None:
@@ -445,9 +454,11 @@ class Engine:
     ) -> None:
         metrics, model = self.metrics, self.spec.name
         metrics.rows_accepted_total.labels(model=model).inc(len(prepared))
-        for axis in self.spec.row_axes:
-            lengths = [sample.sizes[axis] for sample in samples]
+        columns = [[sample.sizes[axis] for sample in samples] for axis in self.spec.row_axes]
+        for axis, lengths in zip(self.spec.row_axes, columns, strict=True):
             metrics.request_length.labels(model=model, axis=axis).observe_all(lengths)
+        if self._recorder is not None:
+            self._recorder.add([*zip(*columns, strict=True)])
         for row in prepared:
             if row.reason is not None:
                 metrics.fallbacks_total.labels(model=model, reason=row.reason).inc()

@@ -156,6 +156,13 @@ class SwapResult(StrEnum):
     FAILED = "failed"
 
 
+class RecordResult(StrEnum):
+    """What became of a row that ``record`` asks to be noted."""
+
+    WRITTEN = "written"
+    LOST = "lost"
+
+
 class Endpoint(StrEnum):
     """The route of a request; ``other`` is every path that does not exist."""
 
@@ -406,6 +413,13 @@ CATALOGUE: tuple[MetricDef, ...] = (
         "nonfinite_rows_total",
         "Rows whose output held NaN or infinity, once each.",
         model=Scope.MODEL,
+    ),
+    _counter(
+        "recorded_rows_total",
+        "Accepted rows whose sizes were to be recorded (`record`): written to the file, or lost "
+        "because it could not be.",
+        model=Scope.MODEL,
+        result=RecordResult,
     ),
     _gauge(
         "variants",

@@ -70,6 +70,7 @@ class Metrics:
     captures_total: Instrument[Counter]
     policy_swaps_total: Instrument[Counter]
     nonfinite_rows_total: Instrument[Counter]
+    recorded_rows_total: Instrument[Counter]
     variants: Instrument[Gauge]
     bucket_area: Instrument[Gauge]
     graph_pool_bytes: Instrument[Gauge]

@@ -6,12 +6,11 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote
 
 import click
 from rich.console import Console
 
-from shapeserve.cli.fetch import check_address, fetch_json, fetch_text
+from shapeserve.cli.fetch import as_path, check_address, fetch_json, fetch_text
 from shapeserve.errors import ConfigError, RolloutFailed
 from shapeserve.serve.admin import TOKEN_VARIABLE
 
@@ -121,7 +120,7 @@ def _served(grids: Mapping[str, str]) -> str:
 def _put(address: str, model: str | None, policy: dict[str, Any]) -> Applied:
     address = check_address("--apply-admin", address)
     name = model or _only_model(address)
-    url = f"{address}/v2/models/{quote(name, safe='/')}/policy"
+    url = f"{address}/v2/models/{as_path(name)}/policy"
     headers = {"authorization": f"Bearer {_token()}"}
     status, answer = fetch_json(
         "--apply-admin", url, put=policy, headers=headers, timeout_s=SWAP_TIMEOUT_S
