@@ -105,7 +105,6 @@ class Load:
 
     def __enter__(self) -> Load:
         self._thread.start()
-        eventually(lambda: self.answered > 3)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -115,7 +114,7 @@ class Load:
     def _send(self) -> None:
         with httpx.Client(base_url=self._url, timeout=60) as client:
             while not self._end.is_set():
-                body = {"model": "tiny", "input": text_of(1 + self.answered % 30)}
+                body = {"model": "tiny", "input": text_of(3 + self.answered % 30)}
                 response = client.post("/v1/embeddings", json=body)
                 if response.status_code == 200:
                     self.answered += 1
@@ -185,6 +184,7 @@ def test_a_tuned_policy_is_rolled_out_under_load_and_no_request_fails(
     tune = ("shapeserve.cli", "tune", "--trace", str(trace), "-k", "4", "--json", "-")
     before = serving(url)
     with Load(url) as load:
+        eventually(lambda: load.answered > 3)
         done = cluster.run(*tune, "--max-length", "32", "--apply", cluster.dashboard)
         assert done.returncode == 0, done.stderr
         sizes = json.loads(done.stdout)["buckets"]

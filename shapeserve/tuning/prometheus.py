@@ -24,6 +24,7 @@ NAMES: Final[Mapping[Form, str]] = {
     "ray": "ray_shapeserve_request_length_bucket",
 }
 _RANGE = re.compile(r"([0-9]+(ms|[smhdwy]))+")
+_UNITS_S = {"ms": 1e-3, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800, "y": 31_536_000}
 
 Ask = Callable[[str], Any]
 """PromQL -> what ``/api/v1/query`` answers, as plain data."""
@@ -48,6 +49,17 @@ class Lengths:
     beyond: int
 
 
+def duration_s(option: str, text: str) -> float:
+    """Return the seconds of a PromQL duration.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not _RANGE.fullmatch(text):
+        raise ConfigError(f"{option} {text}: it must be a duration such as 24h, 90m or 7d")
+    return sum(int(n) * _UNITS_S[unit] for n, unit in re.findall(r"([0-9]+)(ms|[smhdwy])", text))
+
+
 def read_lengths(ask: Ask, range_: str, model: str | None, form: Form | None) -> Lengths:
     """Ask for the lengths of the last ``range_``.
 
@@ -61,8 +73,7 @@ def read_lengths(ask: Ask, range_: str, model: str | None, form: Form | None) ->
         ConfigError: the range is none, there are no such series or no rows, the model is missing
             or not given among several, or it has several axes.
     """
-    if not _RANGE.fullmatch(range_):
-        raise ConfigError(f"--range {range_}: it must be a duration such as 24h, 90m or 7d")
+    duration_s("--range", range_)
     for tried in [form] if form else NAMES:
         series = _series(ask(f"sum by (model, axis, le) (increase({NAMES[tried]}[{range_}]))"))
         if series:

@@ -42,8 +42,7 @@ def write_outputs(given: Mapping[str, Any], read: Input, proposal: Proposal) -> 
         read: what the proposal was made from.
         proposal: the result.
     """
-    if given["out"] is not None:
-        _write_policy(proposal, given["out"], read.source)
+    write_files(given, read, proposal)
     if given["json_target"] is not None:
         write_json(_to_dict(read, proposal), given["json_target"])
     if given["json_target"] != "-":
@@ -51,6 +50,12 @@ def write_outputs(given: Mapping[str, Any], read: Input, proposal: Proposal) -> 
         _print(console, proposal, ordered=read.traffic.times_s is not None)
         if read.note:
             console.print(read.note)
+
+
+def write_files(given: Mapping[str, Any], read: Input, proposal: Proposal) -> None:
+    """Write the files that were asked for; ``--watch`` does so for each new proposal."""
+    if given["out"] is not None:
+        _write_policy(proposal, given["out"], read.source)
 
 
 def _to_dict(read: Input, proposal: Proposal) -> dict[str, Any]:
