@@ -202,10 +202,10 @@ def test_a_real_prometheus_is_tuned_to(
     prometheus: str, tmp_path: Path, arguments: tuple[str, ...], model: str
 ) -> None:
     out = tmp_path / "policy.yaml"
-    result = tune(prometheus, *arguments, "-k", "5", "--json", "-", "--out", str(out))
+    result = tune(prometheus, *arguments, "-k", "16", "--json", "-", "--out", str(out))
     assert result.exit_code == 0, result.stderr
     data = json.loads(result.stdout)
-    assert data["buckets"] == [8, 24, 104, 400, 512]  # one row is beyond the last edge
+    assert {8, 24, 104, 400, 512} <= set(data["buckets"])  # one row is beyond the last edge
     # increase() makes more of counts that have just begun than there were.
     assert math.isclose(data["rows"], len(LENGTHS), rel_tol=1)
     source = f"Prometheus, {model}, last 5m"

@@ -35,8 +35,8 @@ ADMIN = "admin"
 _SECONDS: Data = {"type": "number", "minimum": 0}
 _GUARDED: Data = {
     "security": [{ADMIN: []}],
-    "description": "A 404, as if there were no such path, unless SHAPESERVE_ADMIN_TOKEN is set "
-    "where the service was started and the request has it.",
+    "description": "A 404 (405 to a PUT), as if there were no such path, unless "
+    "SHAPESERVE_ADMIN_TOKEN is set where the service was started and the request has it.",
 }
 
 
@@ -50,7 +50,7 @@ def paths() -> Data:
         "putPolicy",
         "Give every replica another policy; it is warmed beside the one that serves.",
         content(ref("Policy")),
-        {"200": states, **errors("OipError", (404, *READS))},
+        {"200": states, **errors("OipError", (404, 405, *READS))},
         model,
     )
     return {
