@@ -4,20 +4,25 @@ from shapeserve.tuning.cost import ANALYTIC, Cost, Formula
 from shapeserve.tuning.fit import Buckets, Fit, Rules, fit, row_shapes, waste
 from shapeserve.tuning.fleet import ROUTINGS, Routing
 from shapeserve.tuning.outcome import Outcome
+from shapeserve.tuning.prometheus import Lengths, duration_s, read_lengths
 from shapeserve.tuning.propose import Objective, Proposal, Request, Scored, propose
 from shapeserve.tuning.served import Served
 from shapeserve.tuning.simulate import simulate
 from shapeserve.tuning.table import CostPoint, CostTable
+from shapeserve.tuning.watch import WORDS, Decision, Watcher, WatchRules, drift_between
 
 __all__ = [
     "ANALYTIC",
     "ROUTINGS",
+    "WORDS",
     "Buckets",
     "Cost",
     "CostPoint",
     "CostTable",
+    "Decision",
     "Fit",
     "Formula",
+    "Lengths",
     "Objective",
     "Outcome",
     "Proposal",
@@ -26,8 +31,13 @@ __all__ = [
     "Rules",
     "Scored",
     "Served",
+    "WatchRules",
+    "Watcher",
+    "drift_between",
+    "duration_s",
     "fit",
     "propose",
+    "read_lengths",
     "row_shapes",
     "simulate",
     "waste",

@@ -24,6 +24,7 @@ from shapeserve.tuning.fit import (
     fit,
     row_shapes,
     waste,
+    waste_by_axis,
 )
 
 Objective = Literal["padding", "seconds"]
@@ -102,6 +103,7 @@ class Proposal:
         gap: of the search, see ``Fit``.
         curve: number of shapes -> waste on rows that the fit had not seen, within the first half;
             empty if the number was given.
+        predicted: axis -> padding along it / all elements, of the rows of the second half.
         guarded: share of the second half's rows that the default ``rare_shapes`` would send to the
             fallback, because their bucket would be more padding than it allows.
         cost_source: where ``device_s`` comes from, None without it.
@@ -115,23 +117,27 @@ class Proposal:
     optimum_second_half: float
     gap: float
     curve: Mapping[int, float]
+    predicted: Mapping[str, float]
     guarded: float
     cost_source: str | None
 
-    def policy(self) -> dict[str, dict[str, list[Any]]]:
+    def policy(self) -> dict[str, dict[str, Any]]:
         """Return the ``policy`` block of a model's configuration."""
-        return {
-            key: {"explicit": list(entries)}
-            if len(axes_of(key)) == 1
-            else {"shapes": [list(shape) for shape in entries if isinstance(shape, tuple)]}
-            for key, entries in self.proposed.buckets.items()
-        }
+        return {key: self._sizes(key) for key in self.proposed.buckets}
+
+    def _sizes(self, key: str) -> dict[str, Any]:
+        entries, axes = self.proposed.buckets[key], axes_of(key)
+        predicted = {axis: round(self.predicted[axis], 4) for axis in axes}
+        if len(axes) == 1:
+            return {"explicit": list(entries), "predicted_waste": predicted[key]}
+        shapes = [list(shape) for shape in entries if isinstance(shape, tuple)]
+        return {"shapes": shapes, "predicted_waste": predicted}
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""
         named = {"proposed": self.proposed, **self.compared}
         shapes = {name: scored.shapes for name, scored in named.items()}
-        (listed,) = (entries for way in self.policy().values() for entries in way.values())
+        (way,) = self.policy().values()
         wastes = {
             name: {"first_half": scored.first_half, "second_half": scored.second_half}
             for name, scored in named.items()
@@ -139,7 +145,7 @@ class Proposal:
         default = wastes.pop("default")
         return {
             "rows": self.rows,
-            "buckets": listed,
+            "buckets": way.get("explicit") or way["shapes"],
             "waste": wastes,
             "details": {
                 "axes": list(self.axes),
@@ -203,6 +209,7 @@ def propose(
         optimum_second_half=waste(second, known.buckets),
         gap=fitted.gap,
         curve=curve,
+        predicted=waste_by_axis(second, fitted.buckets),
         guarded=guarded(second, fitted.buckets),
         cost_source=None if cost is None else cost.source,
     )
