@@ -18,7 +18,7 @@ from shapeserve.buckets import Bucket, Grid
 from shapeserve.compile.monitor import Recompile
 from shapeserve.compile.record import CompileRecord, CompileTotal, VariantState
 from shapeserve.config import ModelConfig, Policy
-from shapeserve.engine import Result, TextPair
+from shapeserve.engine import RecentFallback, Result, TextPair
 from shapeserve.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -67,6 +67,7 @@ class FakeEngine:
         self.prepared: list[int] = []  # samples of each call
         self.waiting = 0
         self.grid = Grid(("batch", "seq"), [BUCKET])
+        self.recent_fallbacks: tuple[RecentFallback, ...] = ()
         self._dead = ""
 
     @property

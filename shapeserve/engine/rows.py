@@ -46,6 +46,21 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
+class RecentFallback:
+    """Rows of one request that went to the fallback.
+
+    Attributes:
+        reason: why.
+        rows: how many.
+        unix_s: when they were queued.
+    """
+
+    reason: FallbackReason
+    rows: int
+    unix_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class PreparedRow:
     """A row that knows where it will run.
 

@@ -26,9 +26,11 @@ from shapeserve.serve.endpoints.oip import OpenInference
 from shapeserve.serve.endpoints.openapi import OpenApi
 from shapeserve.serve.endpoints.operations import Operations
 from shapeserve.serve.endpoints.texts import Texts
+from shapeserve.serve.endpoints.ui import Statuses, Ui
 from shapeserve.serve.grpc import GrpcFrontend
 from shapeserve.serve.routing import Router
 from shapeserve.serve.service import Route, Service
+from shapeserve.serve.status import ReplicaStatus, replica_status
 
 if TYPE_CHECKING:  # at run time it would load torch into the process that builds the application
     from shapeserve.engine import Engine
@@ -45,6 +47,8 @@ class Frontend:
         metrics_text: returns the exposition of all replicas.
         report: returns this replica's own health report.
         guard: lets the administrator in; nobody, if there is none.
+        statuses: returns what all replicas say of their models, and how many did not answer; this
+            replica alone, if it is not given.
         max_inflight_bytes: of all bodies held at a time; more are refused with 429.
         max_answer_bytes: requests for larger tensors are refused with 400.
 
@@ -64,9 +68,12 @@ class Frontend:
         metrics_text: Callable[[], Awaitable[str]],
         report: Callable[[], health.ReplicaReport],
         guard: Guard | None = None,
+        statuses: Statuses | None = None,
         max_inflight_bytes: float = math.inf,
         max_answer_bytes: float = math.inf,
     ) -> None:
+        self._metrics = metrics
+        self._report = report
         self._ledger = Ledger(metrics)
         self._service = Service(
             engines,
@@ -84,6 +91,7 @@ class Frontend:
                 *OpenInference(self._service).routes,
                 *OpenApi(self._service).routes,
                 *Operations(metrics_text, report).routes,
+                *Ui(self._service, statuses or self._own_status, report, self._guard).routes,
             ]
         )
         # What only the administrator may see has a router of its own, so that to everybody else
@@ -118,6 +126,13 @@ class Frontend:
     def routes(self) -> Sequence[Route]:
         """Everything that is served, to whomever."""
         return self._all.routes
+
+    def status(self) -> ReplicaStatus:
+        """Return what this replica says of its models; any thread may call."""
+        return replica_status(self._report(), [*self._service.engines.values()], self._metrics)
+
+    async def _own_status(self) -> tuple[Sequence[ReplicaStatus], int]:
+        return [self.status()], 0
 
     @property
     def in_flight(self) -> int:

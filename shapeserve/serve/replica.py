@@ -27,6 +27,7 @@ from shapeserve.serve.frontend import Frontend
 from shapeserve.serve.grpc import GrpcMethods
 from shapeserve.serve.health import Heartbeat
 from shapeserve.serve.ray_metrics import RayMirror
+from shapeserve.serve.status import ReplicaStatus
 
 if TYPE_CHECKING:
     from shapeserve.engine import DeviceThread, Engine
@@ -98,6 +99,7 @@ class ShapeServe(GrpcMethods):
             metrics_text=self._all_metrics,
             report=self.report,
             guard=Guard.from_environment(),
+            statuses=self._all_statuses,
             max_inflight_bytes=config.serve.inflight_bytes,
             max_answer_bytes=config.serve.max_answer_bytes,
         )
@@ -176,23 +178,43 @@ class ShapeServe(GrpcMethods):
     async def _all_metrics(self) -> str:
         """Return the exposition of all replicas, or of this one if the others cannot be asked."""
         parts: dict[str, str | None] = {}
+        for i, answer in enumerate(await self._ask_all("metrics_text")):
+            name, text = answer if isinstance(answer, tuple) else (f"unreachable-{i}", None)
+            parts[name] = text
+        if self._name not in parts:
+            parts[self._name] = (await self.metrics_text())[1]
+        return await asyncio.to_thread(merge_texts, parts)
+
+    async def status(self) -> ReplicaStatus:
+        """Return what this replica says of its models; replicas ask each other."""
+        return await asyncio.to_thread(self._frontend.status)
+
+    async def _all_statuses(self) -> tuple[list[ReplicaStatus], int]:
+        """Return what the replicas say of their models, and how many did not answer."""
+        answers = await self._ask_all("status")
+        found = [answer for answer in answers if isinstance(answer, ReplicaStatus)]
+        missing = len(answers) - len(found)
+        if self._name not in {status.report.replica for status in found}:
+            found.append(await self.status())
+        return found, missing
+
+    async def _ask_all(self, method: str) -> list[Any]:
+        """Return what a method of every replica returns, or raises; nothing if none can be asked.
+
+        Whatever Ray's control plane is going through: whoever asks has at least our own part.
+        """
         try:
             if self._peers is None:
                 self._peers = await asyncio.to_thread(
                     serve.get_deployment_handle, *self._deployment
                 )
-            answers = await self._peers.broadcast("metrics_text").results_async(
+            answers: list[Any] = await self._peers.broadcast(method).results_async(
                 timeout_s=SCRAPE_TIMEOUT_S, return_exceptions=True
             )
-            for i, answer in enumerate(answers):
-                name, text = answer if isinstance(answer, tuple) else (f"unreachable-{i}", None)
-                parts[name] = text
         except Exception:
-            # Whatever Ray's control plane is going through, a scrape gets at least our own part.
-            log.warning("cannot ask the other replicas for their metrics", exc_info=True)
-        if self._name not in parts:
-            parts[self._name] = (await self.metrics_text())[1]
-        return await asyncio.to_thread(merge_texts, parts)
+            log.warning("cannot ask the other replicas for their %s", method, exc_info=True)
+            return []
+        return answers
 
     # --- policy -------------------------------------------------------------------------------
 

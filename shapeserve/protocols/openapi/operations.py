@@ -24,6 +24,7 @@ from shapeserve.protocols.openapi.parts import (
     fields,
     get,
     list_of,
+    page,
     ref,
     text,
     whole,
@@ -77,7 +78,27 @@ def paths() -> Data:
                 {**ready, **errors("OipError", (400, 500))},
             )
         },
+        **_pages(),
         **_admin_paths(),
+    }
+
+
+def _pages() -> Data:
+    status = {"200": page("What the replicas say."), **errors("Error", (400, 500))}
+    warmup = {"200": page("What the replicas said last."), **errors("OipError", (400, 500))}
+    return {
+        http.UI: {
+            "get": get(
+                "ui",
+                "The state of the service, for people.",
+                status,
+                security=[{}, {ADMIN: []}],
+                description="The administrator is also shown the guards behind recompiles.",
+            )
+        },
+        http.WARMUP_UI: {
+            "get": get("warmupUi", "How far the warm-up of each replica is, for people.", warmup)
+        },
     }
 
 
