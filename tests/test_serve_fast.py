@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import orjson
 import pytest
 import tritonclient.grpc as triton
 import tritonclient.http as triton_http
@@ -27,7 +28,12 @@ GRPC = f"127.0.0.1:{GRPC_PORT}"
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+def log_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, log_dir: Path) -> Iterator[ServiceProcess]:
     config = {
         "models": [{"name": "fake", "path": "fake:slow"}],
         "serve": {
@@ -36,6 +42,9 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess
             "proxy": "fast",
             "max_body_bytes": MAX_BODY,
             "drain_s": DRAIN_S,
+            "log_format": "json",
+            "log_dir": str(log_dir),
+            "access_log": True,
         },
     }
     made = ServiceProcess(config, tmp_path_factory.mktemp("service"))
@@ -101,6 +110,27 @@ def test_its_errors_pass_haproxy_unchanged(service: ServiceProcess, text: str, s
     assert response.status_code == status
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
     assert len(response.headers.get_list("x-request-id")) == 1
+
+
+def test_every_line_is_json_and_those_of_a_request_have_its_id(
+    service: ServiceProcess, log_dir: Path
+) -> None:
+    for text in ("full", "crash", "fine"):
+        service.embed(text, headers={"x-request-id": f"id-of-{text}"})
+    made = service.embed("full").headers["x-request-id"]
+
+    def lines(request_id: str) -> list[dict[str, Any]]:
+        files = [path.read_bytes().splitlines() for path in log_dir.glob("*.log")]
+        every = [orjson.loads(line) for file in files for line in file]
+        return [line for line in every if line.get("request_id") == request_id]
+
+    full = eventually(lambda: [x for x in lines("id-of-full") if x["levelname"] == "WARNING"])[0]
+    assert (full["code"], full["model"], full["deployment"]) == ("queue_full", "fake", "ShapeServe")
+    crash = eventually(lambda: [x for x in lines("id-of-crash") if x["levelname"] == "ERROR"])[0]
+    assert "secret detail" in crash["exc_text"]
+    access = eventually(lambda: lines("id-of-fine"))  # asked for here; off by default
+    assert ["200" in line["message"] for line in access] == [True]
+    assert eventually(lambda: [x for x in lines(made) if x["levelname"] == "WARNING"])
 
 
 def test_a_deadline_passes_haproxy_as_504(service: ServiceProcess) -> None:

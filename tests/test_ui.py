@@ -213,7 +213,7 @@ def test_buckets_stand_by_row_shape_and_batch_size_in_order_of_size() -> None:
     labels = ["batch=16,seq=128", "batch=2,seq=16", "batch=16,seq=16", "batch=2,seq=128"]
     found = heat_map([variant(label) for label in labels[:3]], {}, {}, {})
     assert found is not None
-    assert (found.corner, found.columns) == ("seq", ("2", "16"))
+    assert (found.corner, found.across, found.columns) == ("seq", "batch", ("2", "16"))
     assert [head for head, _ in found.lines] == ["16", "128"]
     assert [[cell and cell.bucket for cell in line] for _, line in found.lines] == [
         ["batch=2,seq=16", "batch=16,seq=16"],
@@ -228,7 +228,7 @@ def test_shapes_of_two_axes_and_packed_batches_have_maps_too() -> None:
     assert packed is not None
     times = "\N{MULTIPLICATION SIGN}"
     assert (photos.corner, photos.lines[0][0]) == (f"height {times} width", f"224 {times} 320")
-    assert (packed.corner, packed.columns) == ("tokens", ("packed rows",))
+    assert (packed.corner, packed.across, packed.columns) == ("tokens", "", ("packed rows",))
     assert [head for head, _ in packed.lines] == ["512", "2048"]
 
 

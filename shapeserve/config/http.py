@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from shapeserve.config.base import (
+    Bool,
     Float,
     Frozen,
     Int,
@@ -55,6 +56,30 @@ class HttpConfig(Frozen):
     )
     drain_s: Float = field(
         "Longest time to finish what is in flight when stopping.", "seconds", 10.0, ge=0
+    )
+
+    log_format: Literal["text", "json"] = field(
+        "`json` writes a JSON object for each line, in the replicas, the proxies and the command.",
+        "word",
+        "text",
+    )
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = field(
+        "The least that is logged; refused requests are INFO, overload and failures WARNING and "
+        "ERROR.",
+        "word",
+        "INFO",
+    )
+    log_dir: Name | None = field(
+        "Directory that keeps the log files of replicas and proxies; unset, they are in Ray's "
+        "session directory and go away with the service.",
+        "path",
+        None,
+    )
+    access_log: Bool = field(
+        "Log a line for every request; it takes longer than to count them, which `/metrics` does "
+        "anyway.",
+        "boolean",
+        False,
     )
 
     @model_validator(mode="after")

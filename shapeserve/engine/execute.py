@@ -81,7 +81,7 @@ class BatchExecutor:
             except torch.AcceleratorError:
                 raise
             except Exception as error:
-                log.exception("a row failed on the device")
+                payload.ticket.context.run(log.exception, "a row failed on the device")
                 why = f"the model raised {type(error).__name__} for this row"
                 _settle_all([payload], [self._failed(payload, why)])
             else:

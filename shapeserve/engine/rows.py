@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -121,12 +122,16 @@ Outcome = RowAnswer | ShapeServeError
 class Ticket:
     """Collects the outcomes of one request's rows and delivers them together, exactly once.
 
+    Attributes:
+        rows: as they were queued.
+        context: of whoever queued them; what is logged of a row in it is its request's.
+
     Thread rule: ``settle`` is called by whoever holds the row (the device thread, or the thread
     that closes the engine); ``deliver`` is called by the one that settles the last row and must
     not raise.
     """
 
-    __slots__ = ("_deliver", "_lock", "_outcomes", "_remaining", "rows")
+    __slots__ = ("_deliver", "_lock", "_outcomes", "_remaining", "context", "rows")
 
     def __init__(
         self, prepared: Sequence[PreparedRow], deliver: Callable[[list[Outcome]], None]
@@ -135,6 +140,7 @@ class Ticket:
         self._remaining = len(prepared)
         self._lock = threading.Lock()
         self._deliver = deliver
+        self.context = copy_context()
         self.rows: tuple[Row, ...] = ()
 
     def settle(self, outcomes: Sequence[tuple[int, Outcome]]) -> None:

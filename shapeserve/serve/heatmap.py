@@ -32,8 +32,8 @@ class Cell:
         batches: run in it.
         waste: share of its executed elements that were padding; None before the first batch.
         level: shade, 0 for no rows to ``LEVELS`` for the most.
-        tier: what serves it; of several replicas that differ all of them.
-        wanted: what was asked for, if some replica serves it at a lower tier; else empty.
+        tier: what serves it; where replicas serve it at a lower tier than was asked for, that one.
+        wanted: what was asked for, if so; else empty.
     """
 
     bucket: str
@@ -51,12 +51,14 @@ class HeatMap:
 
     Attributes:
         corner: what the lines are sizes of.
+        across: what the columns are sizes of; empty if there is but one, of packed rows.
         columns: heads of the columns.
         lines: head and cells of each line; None where the grid has no such bucket.
         tier: the tier of most buckets.
     """
 
     corner: str
+    across: str
     columns: tuple[str, ...]
     lines: tuple[tuple[str, tuple[Cell | None, ...]], ...]
     tier: str
@@ -123,8 +125,9 @@ def _cell(
     tokens: Series,
 ) -> Cell:
     padding = waste(tokens, bucket)
-    tiers = sorted({str(variant.tier) for variant in variants})
-    wanted = sorted({str(variant.wanted) for variant in variants if variant.degraded})
+    degraded = [variant for variant in variants if variant.degraded]
+    tiers = sorted({str(variant.tier) for variant in degraded or variants})
+    wanted = sorted({str(variant.wanted) for variant in degraded})
     # By the root, or one busy bucket would leave all others white.
     level = math.ceil(LEVELS * math.sqrt(rows / most)) if rows else 0
     share = sum(padding.values()) if padding else None
@@ -144,6 +147,7 @@ def _table(cells: Mapping[str, Cell]) -> HeatMap:
     tiers = [cell.tier for cell in cells.values()]
     return HeatMap(
         corner=_TIMES.join(axes),
+        across=BATCH if any(batches) else "",
         columns=tuple(str(batch) if batch else "packed rows" for batch in batches),
         lines=tuple(
             (_TIMES.join(map(str, shape)), tuple(at.get((shape, batch)) for batch in batches))

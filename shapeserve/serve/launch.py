@@ -33,6 +33,7 @@ from shapeserve.config import HttpConfig, ServeConfig, parse_policy
 from shapeserve.errors import ConfigError, ModelError
 from shapeserve.protocols.http import READY
 from shapeserve.serve.header_guard import IMPORT_PATH as HEADER_GUARD
+from shapeserve.serve.logs import ray_logging, rays_as_ours
 from shapeserve.serve.names import (
     APP,
     DEPLOYMENT,
@@ -257,7 +258,7 @@ def deploy_schema(
         "proxy_location": "HeadOnly",
         "http_options": {"host": serving.host, "port": serving.port},
         **_grpc_options(serving),
-        "logging_config": {"enable_access_log": False},
+        "logging_config": ray_logging(serving),
         "applications": [
             {
                 "name": HEALTH_APP,
@@ -313,11 +314,13 @@ def _start_ray(serving: HttpConfig, private: Path) -> None:
         _node_ip_address="127.0.0.1",
         _temp_dir=str(private),
     )
+    if serving.log_format == "json":
+        rays_as_ours()
     serve.start(
         proxy_location="HeadOnly",
         http_options={"host": serving.host, "port": serving.port},
         **_grpc_options(serving),
-        logging_config={"enable_access_log": False},
+        logging_config=ray_logging(serving),
     )
 
 

@@ -26,6 +26,7 @@ from shapeserve.serve.admin import Guard
 from shapeserve.serve.frontend import Frontend
 from shapeserve.serve.grpc import GrpcMethods
 from shapeserve.serve.health import Heartbeat
+from shapeserve.serve.logs import log_with_ray
 from shapeserve.serve.ray_metrics import RayMirror
 from shapeserve.serve.status import ReplicaStatus
 
@@ -67,7 +68,7 @@ class ShapeServe(GrpcMethods):
     async def __init__(  # type: ignore[misc]  # Ray awaits it
         self, config: ServeConfig, make_engine: EngineFactory = new_engine
     ) -> None:
-        _log_with_ray()
+        log_with_ray()
         context = serve.get_replica_context()
         self._name = context.replica_id.unique_id
         self._deployment = (context.deployment, context.app_name)
@@ -280,11 +281,3 @@ class ShapeServe(GrpcMethods):
         for engine in self._engines:
             await asyncio.to_thread(engine.close, max(deadline_s - time.monotonic(), 0.0))
         self._mirror.flush()
-
-
-def _log_with_ray() -> None:
-    """Send our log lines where Ray Serve's go: its files, its format, the request id in them."""
-    ours, rays = logging.getLogger("shapeserve"), logging.getLogger("ray.serve")
-    ours.handlers = list(rays.handlers)
-    ours.setLevel(rays.level)
-    ours.propagate = False
