@@ -22,6 +22,7 @@ import tritonclient.http.aio as triton_aio
 from fake_engine import BUCKET
 from service_process import ServiceProcess, eventually, free_port
 from tiny import text_of, write_classifier, write_model
+from trace_exporter import spans
 from tritonclient.utils import InferenceServerException
 
 from shapeserve.config import ModelConfig
@@ -67,6 +68,8 @@ def service(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterat
             "replicas": 2,
             "max_body_bytes": MAX_BODY,
             "drain_s": DRAIN_S,
+            "trace_exporter": "trace_exporter:to_files",
+            "trace_sampling_ratio": 0.0,
         },
     }
     made = ServiceProcess(config, tmp_path_factory.mktemp("service"))
@@ -420,6 +423,29 @@ def test_the_page_adds_up_the_rows_of_all_replicas_as_the_metrics_do(
     assert rows >= 5
     assert int(cell) == rows
     assert all(replica in html for replica in service.replicas())
+
+
+def test_a_traced_request_has_the_spans_of_the_engine_below_rays_proxy_and_replica(
+    service: ServiceProcess,
+) -> None:
+    """The ratio is 0: only a caller that traces, by its ``traceparent``, has spans."""
+    service.embed("a", {"traceparent": "00-00000000000000000000000000000001-00f067aa0ba902b7-00"})
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+    headers = {"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"}
+    response = service.embed("cat cat", headers, model="tiny")
+    assert response.status_code == 200
+    eventually(lambda: len(spans(service.directory, trace_id)) >= 5)
+    found = spans(service.directory, trace_id)
+    names = [span["name"] for span in found]
+    assert names[-3:] == ["shapeserve.queue", "shapeserve.pad", "shapeserve.execute"]
+    by_id = {span["context"]["span_id"]: span for span in found}
+    parents = {by_id[span["parent_id"]]["name"] for span in found[-3:]}
+    assert parents == {"replica_handle_request ShapeServe __call__"}
+    assert found[0]["parent_id"] == "0x00f067aa0ba902b7"
+    assert found[-1]["attributes"]["shapeserve.model"] == "tiny"
+    assert "cat" not in str([span["attributes"] for span in found])
+    untraced = spans(service.directory, "0" * 31 + "1")
+    assert untraced == []
 
 
 def test_our_metrics_are_in_rays_own_scrape_too(service: ServiceProcess) -> None:

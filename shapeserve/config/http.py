@@ -10,6 +10,7 @@ from shapeserve.config.base import (
     Bool,
     Float,
     Frozen,
+    ImportName,
     Int,
     Name,
     field,
@@ -80,6 +81,22 @@ class HttpConfig(Frozen):
         "anyway.",
         "boolean",
         False,
+    )
+
+    trace_exporter: Literal["otlp"] | ImportName | None = field(
+        "Traces requests with OpenTelemetry, through Ray Serve: `otlp` sends the spans to "
+        "`OTEL_EXPORTER_OTLP_ENDPOINT`, `module:function` names a function that returns a list of "
+        "span processors; unset, nothing is traced.",
+        "word",
+        None,
+    )
+    trace_sampling_ratio: Float = field(
+        "Share of the requests that are traced, of those whose caller has not decided it "
+        "(`traceparent`).",
+        "share",
+        0.01,
+        ge=0,
+        le=1,
     )
 
     @model_validator(mode="after")

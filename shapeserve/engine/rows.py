@@ -23,6 +23,32 @@ Sample = str | TextPair | Sequence[int] | np.ndarray | Mapping[str, np.ndarray]
 by input name without the batch axis."""
 
 
+class Run(NamedTuple):
+    """One executed batch. Times are on ``time.monotonic()``.
+
+    Attributes:
+        started_s: when its rows began to be written into the buffers.
+        written_s: when they were.
+        finished_s: when its outputs were read.
+        number: tells the batches of one model of a replica apart.
+        mode: how it ran.
+        bucket: label of its bucket, ``none`` for the fallback.
+        rows: of all requests.
+        elements: executed.
+        padding: those of them that were padding.
+    """
+
+    started_s: float
+    written_s: float
+    finished_s: float
+    number: int
+    mode: Mode
+    bucket: str
+    rows: int
+    elements: int
+    padding: int
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     """The answer to one sample.
@@ -35,6 +61,7 @@ class Result:
         truncated_from: its length before truncation, or None.
         pieces: rows it was split into, 1 if it was not.
         reason: why it went to the fallback, or None.
+        runs: the batch that it was in; of a split one those of its pieces, each once.
     """
 
     outputs: Mapping[str, np.ndarray]
@@ -44,6 +71,7 @@ class Result:
     truncated_from: int | None = None
     pieces: int = 1
     reason: FallbackReason | None = None
+    runs: tuple[Run, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +140,7 @@ class RowAnswer(NamedTuple):
     """What the device thread gave for one row; a tuple, because one is made for every row."""
 
     outputs: Mapping[str, np.ndarray]
-    mode: Mode
-    bucket: str
+    run: Run
 
 
 Outcome = RowAnswer | ShapeServeError

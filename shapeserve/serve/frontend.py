@@ -31,6 +31,7 @@ from shapeserve.serve.grpc import GrpcFrontend
 from shapeserve.serve.routing import Router
 from shapeserve.serve.service import Route, Service
 from shapeserve.serve.status import ReplicaStatus, replica_status
+from shapeserve.serve.tracing import Spans
 
 if TYPE_CHECKING:  # at run time it would load torch into the process that builds the application
     from shapeserve.engine import Engine
@@ -49,6 +50,7 @@ class Frontend:
         guard: lets the administrator in; nobody, if there is none.
         statuses: returns what all replicas say of their models, and how many did not answer; this
             replica alone, if it is not given.
+        spans: traces what the engines did; without it nothing is traced.
         max_inflight_bytes: of all bodies held at a time; more are refused with 429.
         max_answer_bytes: requests for larger tensors are refused with 400.
 
@@ -69,6 +71,7 @@ class Frontend:
         report: Callable[[], health.ReplicaReport],
         guard: Guard | None = None,
         statuses: Statuses | None = None,
+        spans: Spans | None = None,
         max_inflight_bytes: float = math.inf,
         max_answer_bytes: float = math.inf,
     ) -> None:
@@ -81,6 +84,7 @@ class Frontend:
             max_body_bytes=max_body_bytes,
             max_inflight_bytes=max_inflight_bytes,
             max_answer_bytes=max_answer_bytes,
+            spans=spans,
         )
         self.grpc = GrpcFrontend(self._service, self._ledger, report)
         self._guard = guard or Guard()

@@ -29,6 +29,7 @@ from shapeserve.serve.health import Heartbeat
 from shapeserve.serve.logs import log_with_ray
 from shapeserve.serve.ray_metrics import RayMirror
 from shapeserve.serve.status import ReplicaStatus
+from shapeserve.serve.tracing import spans_if_traced
 
 if TYPE_CHECKING:
     from shapeserve.engine import DeviceThread, Engine
@@ -74,6 +75,7 @@ class ShapeServe(GrpcMethods):
         self._deployment = (context.deployment, context.app_name)
         self._peers: DeploymentHandle[Any] | None = None
         self._drain_s = config.serve.drain_s
+        self._spans = spans_if_traced()
         self._mirror = RayMirror()
         self._metrics = Metrics(mirror=self._mirror)
         devices: dict[str, DeviceThread] = {}
@@ -101,6 +103,7 @@ class ShapeServe(GrpcMethods):
             report=self.report,
             guard=Guard.from_environment(),
             statuses=self._all_statuses,
+            spans=self._spans,
             max_inflight_bytes=config.serve.inflight_bytes,
             max_answer_bytes=config.serve.max_answer_bytes,
         )
@@ -281,3 +284,5 @@ class ShapeServe(GrpcMethods):
         for engine in self._engines:
             await asyncio.to_thread(engine.close, max(deadline_s - time.monotonic(), 0.0))
         self._mirror.flush()
+        if self._spans is not None:
+            await asyncio.to_thread(self._spans.flush)
