@@ -30,7 +30,7 @@ DURATION_S = 30.0
 # Words, of about 1.3 tokens each: more than the 256 of the largest bucket, less than the 512 that
 # the model takes.
 BEYOND = 280
-WINDOW = "1160,1120"
+WINDOW = "1160,1250"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
