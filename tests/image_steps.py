@@ -86,8 +86,7 @@ class Builder:
         base: a root directory with a Linux system, in place of the base image.
         work: where the stages are made.
         arguments: values of ARGs, as ``--build-arg`` gives them.
-        shared: paths of this machine that the steps may read at the same place, such as a
-            directory of wheels; environment variables that name them go along.
+        shared: path of this machine -> where the steps see it, such as a directory of wheels.
         environment: further variables of the steps.
     """
 
@@ -98,12 +97,12 @@ class Builder:
         work: Path,
         *,
         arguments: Mapping[str, str],
-        shared: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
+        shared: Mapping[str, str],
+        environment: Mapping[str, str],
     ) -> None:
         self._context, self._base, self._work = context, base, work
-        self._arguments, self._shared = dict(arguments), tuple(shared)
-        self._environment = dict(environment or {})
+        self._arguments, self._shared = dict(arguments), dict(shared)
+        self._environment = dict(environment)
         self._stages: dict[str, tuple[Path, dict[str, str]]] = {}
         self.root = base
         self.env: dict[str, str] = {}
@@ -136,7 +135,7 @@ class Builder:
         if read_only:
             lines += [f"mount -o remount,bind,ro {root}", f"mount -t tmpfs tmpfs {root}/tmp"]
         lines += [f"mount --rbind /{name} {root}/{name}" for name in ("proc", "dev")]
-        lines += [f"mount --bind {path} {root}{path}" for path in map(shlex.quote, self._shared)]
+        lines += [f"mount --bind {path} {root}{place}" for path, place in self._shared.items()]
         enter = 'cd "$0" && exec "$@"'
         lines.append(
             f"exec chroot --userspec={self.user} {root} sh -c {shlex.quote(enter)} "
@@ -152,10 +151,13 @@ class Builder:
         self.root = self._work / (alias or "image")
         subprocess.run(["cp", "-a", "--reflink=auto", root, self.root], check=True)
         self.env, self.user, self.directory = dict(env), "0:0", "/"
-        for path in map(Path, self._shared):  # places to mount on
-            place = self.root / path.relative_to("/")
+        for path, inner in self._shared.items():  # places to mount on
+            place = self.root / inner.removeprefix("/")
             place.parent.mkdir(parents=True, exist_ok=True)
-            place.mkdir(exist_ok=True) if path.is_dir() else place.touch()
+            if Path(path).is_dir():
+                place.mkdir(exist_ok=True)
+            else:
+                place.touch()
         if alias:
             self._stages[alias] = (self.root, self.env)
 
