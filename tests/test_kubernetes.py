@@ -29,9 +29,13 @@ OVERLAYS = ["cpu", "gpu"]
 IMAGE = last_stage(read_steps(ROOT / "Dockerfile"))
 Manifest = dict[str, Any]
 
-pytestmark = pytest.mark.skipif(
-    not shutil.which("kubectl"), reason="kubectl renders the manifests, and is not installed"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not shutil.which("kubectl"), reason="kubectl renders the manifests, and is not installed"
+    ),
+    # Of Ray's, when it is imported here.
+    pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`"),
+]
 
 
 @cache
@@ -134,7 +138,6 @@ def test_a_field_that_does_not_exist_breaks_the_schema(kind: str, path: str) -> 
 # --- what is served -------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_the_serve_config_is_the_file_beside_it_and_ray_and_we_take_it(overlay: str) -> None:
     from ray.serve.schema import ServeDeploySchema
