@@ -24,6 +24,7 @@ from service_process import PATIENCE_S, eventually, free_port
 
 HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent
+SETTLE_S = 3 * PATIENCE_S  # several replicas start, one after the other
 
 
 class RayCluster:
@@ -40,6 +41,7 @@ class RayCluster:
         self, private: Path, *, cpus: int, gpus: int = 0, flags: Mapping[str, str] | None = None
     ) -> None:
         self._private = private
+        self.agent_port = free_port()
         self._dashboard = f"http://127.0.0.1:{free_port()}"
         self.environment = {
             **os.environ,
@@ -51,6 +53,12 @@ class RayCluster:
             "RAY_DASHBOARD_ADDRESS": self._dashboard,
         }
         self.log = private / "ray.log"
+        self._started = 0
+        self._start(cpus, gpus)
+        eventually(lambda: self._is_up(cpus, gpus), SETTLE_S)
+
+    def _start(self, cpus: int, gpus: int) -> None:
+        self._started += 1
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 self._command(cpus, gpus),
@@ -60,14 +68,13 @@ class RayCluster:
                 start_new_session=True,
                 env=self.environment,
             )
-        eventually(self._is_up)
 
     def _command(self, cpus: int, gpus: int) -> list[str]:
         numbers = {
             "port": free_port(),
             "ray-client-server-port": free_port(),
             "dashboard-port": self._dashboard.rpartition(":")[2],
-            "dashboard-agent-listen-port": free_port(),
+            "dashboard-agent-listen-port": self.agent_port,
             "metrics-export-port": free_port(),
             "min-worker-port": 0,
             "max-worker-port": 0,
@@ -81,8 +88,10 @@ class RayCluster:
             *(f"--{name}={value}" for name, value in numbers.items()),
         ]
 
-    def _is_up(self) -> bool:
-        assert self.process.poll() is None, self.log.read_text()
+    def _is_up(self, cpus: int, gpus: int) -> bool:
+        if self.process.poll() is not None:  # Ray gives its node 30 s, which a busy machine needs
+            assert self._started < 3, self.log.read_text()
+            self._start(cpus, gpus)
         try:
             return bool(self._ask_dashboard().is_success)
         except httpx.TransportError:
@@ -129,7 +138,7 @@ class RayCluster:
                 if a["status"] == "RUNNING"
             } == {name: ["RUNNING"] * count for name, count in replicas.items()}
 
-        eventually(settled)
+        eventually(settled, SETTLE_S)
 
     def pids(self, title: str) -> set[int]:
         """Return its processes whose command holds ``title``."""

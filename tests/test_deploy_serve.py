@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 from ray_cluster import RayCluster, SteadyLoad
 from service_process import eventually, free_port
 
 from shapeserve.config import ServeConfig, parse_policy
+from shapeserve.protocols import http
 from shapeserve.serve import launch
 
 FILES = sorted((Path(__file__).parent.parent / "deploy" / "serve").glob("*.yaml"))
@@ -139,7 +141,7 @@ def renamed(content: dict[str, Any], model: str, application: str = "shapeserve"
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("proxy", ["default", "fast"])
 def test_updates_of_one_replica_in_place_fail_no_request(
     start_cluster: Callable[..., RayCluster], proxy: str
@@ -176,11 +178,23 @@ def test_updates_of_one_replica_in_place_fail_no_request(
         eventually(lambda: load.served_by("all-MiniLM-L6-v2"))
     assert load.failures() == []
     assert len(load.answers) > 100
+    # What the liveness probes of deploy/kubernetes ask, without a token.
+    assert httpx.get(f"http://127.0.0.1:{cluster.agent_port}/api/healthz").text == "success"
+
+    draining = changed(file, user_config={"draining": True})
+    draining["applications"][0]["deployments"] = [
+        {"name": launch.HEALTH_DEPLOYMENT, "user_config": {"draining": True}}
+    ]
+    cluster.deploy(draining)
+    ready = f"http://127.0.0.1:{port}{http.READY}"
+    eventually(lambda: httpx.get(ready).json()["state"] == "draining")
+    refused = httpx.post(f"http://127.0.0.1:{port}/v1/embeddings", json={"input": "a"})
+    assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
 
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("proxy", ["default", "fast"])
 def test_four_gpus_are_enough_for_the_file_and_for_its_updates(
     start_cluster: Callable[..., RayCluster], proxy: str
@@ -209,7 +223,7 @@ def test_four_gpus_are_enough_for_the_file_and_for_its_updates(
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 def test_the_cpu_file_serves_minilm_and_is_updated_without_a_failed_request(
     start_cluster: Callable[..., RayCluster],
 ) -> None:
