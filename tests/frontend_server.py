@@ -12,6 +12,7 @@ import uvicorn
 from starlette.requests import Request
 
 from shapeserve.engine import Engine
+from shapeserve.metrics import merge_texts
 from shapeserve.protocols.health import ReplicaReport
 from shapeserve.serve.frontend import Frontend
 
@@ -22,7 +23,7 @@ def serving(engines: Mapping[str, Engine], max_body_bytes: int = 1_000_000) -> I
     metrics = next(iter(engines.values())).metrics
 
     async def metrics_text() -> str:
-        return metrics.text()
+        return merge_texts({"r": metrics.text()})
 
     frontend = Frontend(
         engines,
