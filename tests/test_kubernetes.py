@@ -105,7 +105,7 @@ def templates(manifest: Any) -> Iterator[Manifest]:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_every_object_keeps_to_its_schema(overlay: str) -> None:
-    kinds = {"RayService", "NetworkPolicy", "PodDisruptionBudget", "PodMonitor"}
+    kinds = {"RayService", "NetworkPolicy", "PodDisruptionBudget", "PodMonitor", "PrometheusRule"}
     kinds |= {"PersistentVolumeClaim"} if overlay == "gpu" else set()
     assert rendered(overlay).keys() == kinds
     for manifest in rendered(overlay).values():
@@ -120,6 +120,7 @@ def test_every_object_keeps_to_its_schema(overlay: str) -> None:
         ("RayService", "spec/rayClusterConfig/workerGroupSpecs/0/numReplicas"),
         ("RayService", "spec/rayClusterConfig/headGroupSpec/template/spec/containers/0/enviroment"),
         ("PodMonitor", "spec/podMetricsEndpoints/0/timeout"),
+        ("PrometheusRule", "spec/groups/0/rules/0/exp"),
         ("NetworkPolicy", "spec/ingress/0/port"),
         ("PodDisruptionBudget", "spec/minReplicas"),
     ],
@@ -272,8 +273,13 @@ OPERATOR = {"app.kubernetes.io/name": "kuberay-operator"}
 
 
 def selects(selector: Manifest | None, labels: dict[str, str]) -> bool:
-    assert selector is None or selector.keys() <= {"matchLabels"}
-    return (selector or {}).get("matchLabels", {}).items() <= labels.items()
+    selector = selector or {}
+    assert selector.keys() <= {"matchLabels", "matchExpressions"}
+    expressions = selector.get("matchExpressions", [])
+    assert {expression["operator"] for expression in expressions} <= {"In"}
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        labels.get(expression["key"]) in expression["values"] for expression in expressions
+    )
 
 
 def admits(labels: dict[str, str], namespace: str, port: int) -> bool:
@@ -325,7 +331,9 @@ def test_the_monitor_finds_every_pod_and_the_budget_the_workers() -> None:
     budget = rendered("cpu")["PodDisruptionBudget"]["spec"]
     (endpoint,) = monitor["podMetricsEndpoints"]
     for name, pod in pods("cpu").items():
-        assert selects(monitor["selector"], pod["metadata"]["labels"])
+        # KubeRay labels the pods so.
+        labels = {**pod["metadata"]["labels"], "ray.io/node-type": name}
+        assert selects(monitor["selector"], labels)
         assert selects(budget["selector"], pod["metadata"]["labels"]) == (name == "worker")
         ports = {p["name"]: p["containerPort"] for p in container(pod)["ports"]}
         assert ports[endpoint["port"]] == 8080
