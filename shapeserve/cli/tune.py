@@ -11,8 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from shapeserve.cli.common import json_option, progress_bar, write_json
+from shapeserve.cli.tune_report import write_report
 from shapeserve.config import parse_policy
 from shapeserve.errors import ConfigError
+from shapeserve.page import require_plotly
 from shapeserve.policy import Device
 from shapeserve.traces import Traffic, read_traffic
 from shapeserve.tuning import CostTable, Objective, Proposal, Request, propose
@@ -72,6 +74,11 @@ _NAMES = {
     help="Device of today's default and of the analytic cost. [default: cpu]",
 )
 @click.option("--out", metavar="POLICY.yaml", help="Write the `policy` block of the proposal.")
+@click.option(
+    "--report",
+    metavar="REPORT.html",
+    help="Write charts and simulated latencies as one HTML file; takes up to half a minute more.",
+)
 @json_option
 def tune_command(
     trace: str,
@@ -85,6 +92,7 @@ def tune_command(
     variant_cost_s: float,
     device: Device,
     out: str | None,
+    report: str | None,
     json_target: str | None,
 ) -> None:
     """Propose bucket sizes: fitted to the first half of a trace, judged on the second.
@@ -93,11 +101,14 @@ def tune_command(
     Examples:
       shapeserve tune --trace trace.csv.gz
       shapeserve tune --trace trace.csv.gz -k 8 --max-length 512 --out policy.yaml
+      shapeserve tune --trace trace.csv.gz --report report.html
       shapeserve tune --trace images.csv.gz -k 16 --align 8
       shapeserve tune --trace trace.csv.gz --objective seconds --costs costs.json --json -
     """
     if variant_cost_s and objective != "seconds":
         raise click.UsageError("--variant-cost-s is in seconds; use it with --objective seconds")
+    if report is not None:
+        require_plotly()
     traffic = _named(read_traffic(trace), axis)
     request = Request(
         shapes=shapes,
@@ -113,6 +124,8 @@ def tune_command(
         proposal = propose(traffic, request, on_step)
     if out is not None:
         _write_policy(proposal, out, trace)
+    if report is not None:
+        write_report(Path(trace).name, traffic, request, proposal, report)
     if json_target is not None:
         write_json(proposal.to_dict(), json_target)
     if json_target != "-":
