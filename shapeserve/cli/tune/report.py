@@ -1,21 +1,18 @@
-"""What ``shapeserve tune --report`` adds: more fits, simulated loads, one HTML file."""
+"""What ``tune --report`` adds: more fits, simulated loads, one HTML file."""
 
 from __future__ import annotations
 
 from shapeserve.cli.common import progress_bar
+from shapeserve.cli.tune.inputs import Input
 from shapeserve.page import write_page
-from shapeserve.traces import Traffic
 from shapeserve.tuning import Proposal, Request
 
 
-def write_report(
-    source: str, traffic: Traffic, request: Request, proposal: Proposal, path: str
-) -> None:
+def write_report(read: Input, request: Request, proposal: Proposal, path: str) -> None:
     """Study a proposal and write the report.
 
     Args:
-        source: where the traffic comes from, for people to read.
-        traffic: what was tuned to.
+        read: what was tuned to.
         request: what was asked for.
         proposal: what came of it.
         path: where the report goes.
@@ -27,5 +24,5 @@ def write_report(
     from shapeserve.tuning.study import study
 
     with progress_bar("for the report") as on_step:
-        found = study(source, traffic, request, proposal, on_step)
+        found = study(read.source, read.traffic, request, proposal, on_step)
     write_page(render(found), path)

@@ -1,0 +1,110 @@
+"""What ``tune`` writes and prints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from shapeserve.cli.common import json_option, write_json
+from shapeserve.cli.tune.inputs import Input
+from shapeserve.cli.tune.report import write_report
+from shapeserve.config import parse_policy
+from shapeserve.errors import ConfigError
+from shapeserve.page import require_plotly
+from shapeserve.tuning import Proposal, Request
+from shapeserve.tuning.words import NAMES, headline, sentences
+
+
+def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that say what is written."""
+    out = click.option(
+        "--out", metavar="POLICY.yaml", help="Write the `policy` block of the proposal."
+    )
+    report = click.option(
+        "--report",
+        metavar="REPORT.html",
+        help="Write charts and simulated latencies as one HTML file; up to half a minute more.",
+    )
+    return out(report(json_option(command)))
+
+
+def check_outputs(given: Mapping[str, Any]) -> None:
+    """Find out early that something cannot be written.
+
+    Args:
+        given: the values of all options of the command.
+    """
+    if given["report"] is not None:
+        require_plotly()
+
+
+def write_outputs(
+    given: Mapping[str, Any], read: Input, request: Request, proposal: Proposal
+) -> None:
+    """Write and print all that was asked for.
+
+    Args:
+        given: the values of all options of the command.
+        read: what the proposal was made from.
+        request: what was asked for.
+        proposal: the result.
+    """
+    if given["out"] is not None:
+        _write_policy(proposal, given["out"], read.source)
+    if given["report"] is not None:
+        write_report(read, request, proposal, given["report"])
+    if given["json_target"] is not None:
+        write_json(proposal.to_dict(), given["json_target"])
+    if given["json_target"] != "-":
+        ordered = read.traffic.times_s is not None
+        _print(Console(highlight=False), proposal, ordered=ordered)
+
+
+def _write_policy(proposal: Proposal, path: str, source: str) -> None:
+    """Write the block after reading it back as the configuration does."""
+    policy = proposal.policy()
+    parse_policy(policy)
+    ends = ", ".join(f"{axis} {end}" for axis, end in proposal.ends.items())
+    head = (
+        f"# models[].policy, made by `shapeserve tune` from {source} ({proposal.rows} "
+        f"rows)\n# largest sizes: {ends}; limits.max_length, if it is set, must be the same\n"
+    )
+    text = head + yaml.safe_dump(policy, default_flow_style=None, sort_keys=False, width=96)
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--out {path}: cannot be written: {error.strerror}; give another path"
+        ) from error
+
+
+def _print(console: Console, proposal: Proposal, *, ordered: bool) -> None:
+    console.print(headline(proposal, ordered=ordered))
+    console.print(_table(proposal))
+    for line in sentences(proposal):
+        console.print(line)
+
+
+def _table(proposal: Proposal) -> Table:
+    title = "padding / all elements along the axes of a row"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("policy")
+    timed = ("device-s",) if proposal.cost_source else ()
+    for name in ("row shapes", "first half", "second half", *timed):
+        table.add_column(name, justify="right")
+    for name, scored in {**proposal.compared, "proposed": proposal.proposed}.items():
+        table.add_row(
+            NAMES[name],
+            str(scored.shapes),
+            f"{scored.first_half:.1%}",
+            f"{scored.second_half:.1%}",
+            *([] if scored.device_s is None else [f"{scored.device_s:,.1f}"]),
+        )
+    return table
