@@ -57,6 +57,7 @@ HERE = Path(__file__).resolve().parent
 RESULTS_DIR = HERE / "results"
 TRACE = HERE / "data" / "traces" / "enc_rag_mix.csv.gz"
 WARM_UP_S = 3.0
+CLOSE_ENOUGH = 0.25  # of the busy time that is asked for
 PERCENTILES = (*range(1, 100),)
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
@@ -93,7 +94,14 @@ def plan(served: Served, traffic: Traffic, seconds: float, busy: float) -> Plan:
         device_s = simulate(served, played, speed=speed).device_s
         speed *= (busy * seconds / device_s) ** 0.8  # damped: the trace's rate is not even
     played = _first(traffic, seconds * speed)
-    return Plan(played, speed, simulate(served, played, speed=speed))
+    made = Plan(played, speed, simulate(served, played, speed=speed))
+    if abs(made.outcome.device_s / (busy * seconds) - 1) > CLOSE_ENOUGH:
+        raise SystemExit(
+            f"no speed of the trace keeps the device {busy:.0%} busy for {seconds:g} s: at "
+            f"{speed:.3g} its {made.outcome.rows} rows take {made.outcome.device_s:.2f} s; give "
+            "more --seconds, or measure costs on a quiet machine"
+        )
+    return made
 
 
 def _first(traffic: Traffic, until_s: float) -> Traffic:

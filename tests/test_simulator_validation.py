@@ -121,6 +121,13 @@ def test_the_speed_is_that_at_which_the_device_is_as_busy_as_asked() -> None:
     assert len(schedule_s) == made.outcome.rows == len(made.traffic.sizes)
 
 
+def test_a_device_too_slow_for_the_time_is_said_instead_of_playing_two_rows() -> None:
+    config = ServeConfig.from_dict(TOY).models[0]
+    served = Served.from_config(config, "cpu", Formula(9.0, 1e-3, 0.0, "test"))
+    with pytest.raises(SystemExit, match="no speed of the trace keeps the device 40% busy for 5 s"):
+        validation.plan(served, traffic(), seconds=5.0, busy=0.4)
+
+
 def test_more_than_half_busy_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         validation.main(["--busy", "0.6"])

@@ -89,7 +89,7 @@ def test_latency_rises_with_the_load_and_a_saturated_policy_has_no_point() -> No
     assert len(good) > len(bad) > 0
     rates = [point.rows_per_s for point in good]
     assert rates == sorted(rates)
-    assert rates[0] / rates[1] == pytest.approx(SHARES[0] / SHARES[1])
+    assert rates[1] / rates[0] == pytest.approx(sorted(SHARES)[1] / sorted(SHARES)[0])
     assert good[-1].p50_s > good[0].p50_s
     assert all(point.p50_s <= point.p99_s and point.busy < 0.98 for point in good + bad)
     assert loads.common == bad[-1].rows_per_s
@@ -105,7 +105,7 @@ def test_no_load_is_begun_after_the_budget_and_the_report_says_so() -> None:
     assert (len(loads.points["default"]), loads.left_out) == (2, len(SHARES) - 2)
     whole = studied(texts())
     found = Study(**{**vars(whole), "loads": loads})
-    assert f"no time for the {len(SHARES) - 2} highest loads" in render(found)
+    assert f"no time for {len(SHARES) - 2} further loads" in render(found)
 
 
 def test_rows_that_all_come_at_once_have_no_load() -> None:

@@ -84,9 +84,7 @@ def _played(study: Study) -> str:
     loads = study.loads
     if loads is None:
         return "No latencies: the traffic has no times."
-    cut = (
-        "" if not loads.left_out else f" There was no time for the {loads.left_out} highest loads."
-    )
+    cut = f" There was no time for {loads.left_out} further loads." if loads.left_out else ""
     return (
         f"Latencies: the first {loads.rows:,} rows of the second half, recorded at "
         f"{loads.recorded_per_s:,.3g} rows/s, in their rhythm but faster or slower, through the "
