@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -177,11 +177,7 @@ def propose(
     Raises:
         ConfigError: the request cannot be met; it names value, bound and remedy.
     """
-    ends = _ends(traffic, request)
-    traffic = traffic.clipped(ends)
-    cost = _cost(traffic, request)
-    rules = _rules(request, ends, cost)
-    first, second = traffic.halves()
+    task = _Task.of(traffic, request)
     numbers = [request.shapes] if request.shapes else [*range(1, MAX_SHAPES + 1)]
     total = 2 + (0 if request.shapes else len(numbers))
     steps = iter(range(1, total + 1))
@@ -191,28 +187,71 @@ def propose(
 
     curve: dict[int, float] = {}
     if not request.shapes:
-        chosen, curve = _choose_number(first, rules, numbers, step)
+        chosen, curve = _choose_number(task.first, task.rules, numbers, step)
         numbers = [chosen]
-    fitted = fit(first, rules, numbers, step)[numbers[0]]
-    known = fit(second, rules, numbers, step, expect_longer=False)[numbers[0]]
-
-    def score(buckets: Buckets) -> Scored:
-        seconds = None if cost is None else _device_seconds(second, buckets, cost, request)
-        return Scored(buckets, waste(first, buckets), waste(second, buckets), seconds)
-
+    fitted = fit(task.first, task.rules, numbers, step)[numbers[0]]
+    known = fit(task.second, task.rules, numbers, step, expect_longer=False)[numbers[0]]
     return Proposal(
         axes=traffic.axes,
         rows=traffic.rows,
-        ends=ends,
-        proposed=score(fitted.buckets),
-        compared={name: score(made) for name, made in usual(ends, request).items()},
-        optimum_second_half=waste(second, known.buckets),
+        ends=task.ends,
+        proposed=task.score(fitted.buckets),
+        compared={name: task.score(made) for name, made in usual(task.ends, request).items()},
+        optimum_second_half=waste(task.second, known.buckets),
         gap=fitted.gap,
         curve=curve,
-        predicted=waste_by_axis(second, fitted.buckets),
-        guarded=guarded(second, fitted.buckets),
-        cost_source=None if cost is None else cost.source,
+        predicted=waste_by_axis(task.second, fitted.buckets),
+        guarded=guarded(task.second, fitted.buckets),
+        cost_source=None if task.cost is None else task.cost.source,
     )
+
+
+def by_number(
+    traffic: Traffic,
+    request: Request,
+    on_step: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[int, Scored]:
+    """Return what each number of row shapes up to ``MAX_SHAPES`` would do to both halves.
+
+    Args:
+        traffic: as for :func:`propose`.
+        request: as for :func:`propose`; a larger number of shapes that it asks for is there too.
+        on_step: told how many steps of how many are done.
+
+    Raises:
+        ConfigError: as for :func:`propose`.
+    """
+    task = _Task.of(traffic, request)
+    numbers = sorted({*range(1, MAX_SHAPES + 1), request.shapes or 1})
+    steps = iter(range(1, len(numbers) + 1))
+    fits = fit(task.first, task.rules, numbers, lambda: on_step(next(steps), len(numbers)))
+    return {number: task.score(found.buckets) for number, found in fits.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A request as far as it does not depend on the number of shapes."""
+
+    request: Request
+    ends: Mapping[str, int]
+    cost: Cost | None
+    rules: Rules
+    first: Traffic
+    second: Traffic
+
+    @classmethod
+    def of(cls, traffic: Traffic, request: Request) -> Self:
+        ends = _ends(traffic, request)
+        cost = _cost(traffic, request)
+        return cls(
+            request, ends, cost, _rules(request, ends, cost), *traffic.clipped(ends).halves()
+        )
+
+    def score(self, buckets: Buckets) -> Scored:
+        seconds = None
+        if self.cost is not None:
+            seconds = _device_seconds(self.second, buckets, self.cost, self.request)
+        return Scored(buckets, waste(self.first, buckets), waste(self.second, buckets), seconds)
 
 
 def usual(ends: Mapping[str, int], request: Request) -> dict[str, Buckets]:

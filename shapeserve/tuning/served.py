@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from shapeserve.buckets import BATCH, TOKENS, Grid, Shape
-from shapeserve.config import ModelConfig
+from shapeserve.config import ModelConfig, ServeConfig, axes_of
 from shapeserve.dispatch import Dispatcher
 from shapeserve.expect import SPECIAL_TOKENS
 from shapeserve.lanes import Lanes, Place, dispatcher_for, largest_area, without_single
@@ -16,11 +16,13 @@ from shapeserve.models.spec import ModelSpec
 from shapeserve.plan import planned_grid
 from shapeserve.policy import Device
 from shapeserve.tuning.cost import Cost
+from shapeserve.tuning.fit import Buckets
 
 # As the engine measures it at start: one row gets a program of its own if padding it to two costs
 # 15 % more, and a GPU writes one batch while it works on another.
 _SINGLE_PAYS_FROM = 1.15
 _SLOTS: Mapping[Device, int] = {"cpu": 1, "cuda": 2}
+_ENDLESS = 10**15
 _TYPICAL_SIZE = 40  # of the row that the engine measures this with
 
 
@@ -115,6 +117,40 @@ class Served:
             max_queue_tokens=limits.max_queue_tokens,
             batch_wait_timeout_s=config.batching.batch_wait_timeout_s,
         )
+
+    @classmethod
+    def for_buckets(
+        cls, buckets: Buckets, device: Device, cost: Cost, *, max_batch_tokens: int
+    ) -> Self:
+        """Build a model that has only these buckets: none of its rows is refused or leaves them.
+
+        Args:
+            buckets: key of a policy -> its sizes or shapes.
+            device: kind of device, whose usual batch sizes it has.
+            cost: seconds of a batch.
+            max_batch_tokens: padded elements of a batch.
+
+        Raises:
+            ConfigError: there are more buckets than a policy may have.
+        """
+        axes = [axis for key in buckets for axis in axes_of(key)]
+        data = {
+            "name": "buckets",
+            "import": "nowhere:none",  # never imported: only its shape matters
+            "inputs": {"x": {"dtype": "float32", "dims": [BATCH, *axes]}},
+            "outputs": {"y": {"dtype": "float32", "dims": [BATCH, 1]}},
+            "policy": {
+                key: {"explicit" if len(axes_of(key)) == 1 else "shapes": list(entries)}
+                for key, entries in buckets.items()
+            },
+            "rare_shapes": {axis: {"max_padding_waste": 1.0} for axis in axes},
+            "limits": {
+                "max_batch_tokens": max_batch_tokens,
+                "max_queue_rows": _ENDLESS,
+                "max_queue_tokens": _ENDLESS,
+            },
+        }
+        return cls.from_config(ServeConfig.from_dict({"models": [data]}).models[0], device, cost)
 
     def refusal(self, sizes: Shape) -> str | None:
         """Return why a sample is refused, None if it is not."""
