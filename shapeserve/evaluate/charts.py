@@ -7,8 +7,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from shapeserve.amortize import net_gain_s
 from shapeserve.evaluate.account import Account
-from shapeserve.evaluate.amortize import net_gain_s
 from shapeserve.evaluate.latency import Latency
 from shapeserve.evaluate.result import Arm, Evaluation, Scope
 

@@ -92,8 +92,31 @@ class Served:
             ModelError: the model's directory is incomplete.
         """
         spec = describe(config)
-        limits = config.limits
         grid = planned_grid(config, spec, device)
+        return cls.of_grid(
+            config,
+            spec,
+            grid,
+            device,
+            cost,
+            overhead_elements=overhead_elements,
+            min_batch=min_batch,
+        )
+
+    @classmethod
+    def of_grid(
+        cls,
+        config: ModelConfig,
+        spec: ModelSpec,
+        grid: Grid,
+        device: Device,
+        cost: Cost,
+        *,
+        overhead_elements: float | None = None,
+        min_batch: int | None = None,
+    ) -> Self:
+        """Build what the engine would with this grid; see :meth:`from_config`."""
+        limits = config.limits
         area = largest_area(spec, limits.max_batch_tokens, grid)
         if min_batch is None:
             min_batch = _min_batch(config, spec, grid, cost)
