@@ -1,0 +1,82 @@
+"""What is asked of the proposal: its size, its bounds, its objective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import click
+
+from shapeserve.tuning import CostTable, Request
+
+_OPTIONS = (
+    click.option(
+        "-k",
+        "shapes",
+        type=click.IntRange(min=1),
+        help="Row shapes at most; left out, the number after which more stop paying.",
+    ),
+    click.option(
+        "--max-length",
+        type=click.IntRange(min=1),
+        help="Longer rows are cut to it; it is the last bucket. Left out: the longest row.",
+    ),
+    click.option(
+        "--align",
+        type=click.IntRange(min=1),
+        default=1,
+        help="Sizes are multiples of it. [default: 1]",
+    ),
+    click.option(
+        "--include", type=click.IntRange(min=1), multiple=True, help="A size that must be a bucket."
+    ),
+    click.option(
+        "--objective",
+        type=click.Choice(["padding", "seconds"]),
+        default="padding",
+        help="Minimise padded elements, or device seconds by --costs. [default: padding]",
+    ),
+    click.option(
+        "--costs", metavar="COSTS.json", help="Measured cost table; without it an analytic one."
+    ),
+    click.option(
+        "--variant-cost-s",
+        type=click.FloatRange(min=0),
+        default=0.0,
+        help="Device seconds of the first half that one more row shape must save; with `seconds`.",
+    ),
+    click.option(
+        "--device",
+        type=click.Choice(["cpu", "cuda"]),
+        default="cpu",
+        help="Device of today's default and of the analytic cost. [default: cpu]",
+    ),
+)
+
+
+def fit_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that say what is asked for."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def fit_request(given: Mapping[str, Any]) -> Request:
+    """Return what is asked for.
+
+    Args:
+        given: the values of all options of the command.
+    """
+    if given["variant_cost_s"] and given["objective"] != "seconds":
+        raise click.UsageError("--variant-cost-s is in seconds; use it with --objective seconds")
+    costs = given["costs"]
+    return Request(
+        shapes=given["shapes"],
+        max_length=given["max_length"],
+        align=given["align"],
+        include=given["include"],
+        objective=given["objective"],
+        cost=None if costs is None else CostTable.read(costs),
+        device=given["device"],
+        variant_cost_s=given["variant_cost_s"],
+    )

@@ -1,0 +1,118 @@
+"""What ``tune`` writes and prints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from shapeserve.cli.common import json_option, write_json
+from shapeserve.cli.tune.inputs import Input
+from shapeserve.config import parse_policy
+from shapeserve.errors import ConfigError
+from shapeserve.tuning import Proposal
+
+_NAMES = {
+    "default": "today's default",
+    "pow2": "powers of two",
+    "multiple_64": "multiples of 64",
+    "pad_to_max": "pad to the longest",
+}
+
+
+def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that say what is written."""
+    out = click.option(
+        "--out", metavar="POLICY.yaml", help="Write the `policy` block of the proposal."
+    )
+    return out(json_option(command))
+
+
+def write_outputs(given: Mapping[str, Any], read: Input, proposal: Proposal) -> None:
+    """Write and print all that was asked for.
+
+    Args:
+        given: the values of all options of the command.
+        read: what the proposal was made from.
+        proposal: the result.
+    """
+    if given["out"] is not None:
+        _write_policy(proposal, given["out"], read.source)
+    if given["json_target"] is not None:
+        write_json(proposal.to_dict(), given["json_target"])
+    if given["json_target"] != "-":
+        ordered = read.traffic.times_s is not None
+        _print(Console(highlight=False), proposal, ordered=ordered)
+
+
+def _write_policy(proposal: Proposal, path: str, source: str) -> None:
+    """Write the block after reading it back as the configuration does."""
+    policy = proposal.policy()
+    parse_policy(policy)
+    ends = ", ".join(f"{axis} {end}" for axis, end in proposal.ends.items())
+    head = (
+        f"# models[].policy, made by `shapeserve tune` from {source} ({proposal.rows} "
+        f"rows)\n# largest sizes: {ends}; limits.max_length, if it is set, must be the same\n"
+    )
+    text = head + yaml.safe_dump(policy, default_flow_style=None, sort_keys=False, width=96)
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--out {path}: cannot be written: {error.strerror}; give another path"
+        ) from error
+
+
+def _print(console: Console, proposal: Proposal, *, ordered: bool) -> None:
+    proposed = proposal.proposed
+    halves = "halves by row order" if ordered else "a histogram has no order: halves at random"
+    console.print(f"{proposal.rows} rows, {' x '.join(proposal.axes)}; {halves}")
+    console.print(_table(proposal))
+    for key, entries in proposed.buckets.items():
+        console.print(f"{key}: {', '.join(map(_written, entries))}")
+    console.print(
+        f"as many row shapes, had the second half been known: {proposal.optimum_second_half:.1%}"
+    )
+    if proposal.curve:
+        console.print(
+            f"{proposed.shapes} row shapes: no larger number took away 0.5 % more for each further "
+            "one, on rows within the first half that the fit had not seen"
+        )
+    if len(proposal.axes) == 2:
+        console.print(f"two axes are searched: no better one saves more than {proposal.gap:.2%}")
+    if proposal.guarded:
+        console.print(
+            f"{proposal.guarded:.1%} of rows would still be mostly padding and go to the fallback "
+            "(rare_shapes.max_padding_waste 0.6 by default); more row shapes avoid it"
+        )
+    if proposal.cost_source:
+        console.print(f"device-s: of the second half in full batches; {proposal.cost_source}")
+
+
+def _written(entry: int | tuple[int, ...]) -> str:
+    return "x".join(map(str, entry)) if isinstance(entry, tuple) else str(entry)
+
+
+def _table(proposal: Proposal) -> Table:
+    title = "padding / all elements along the axes of a row"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("policy")
+    timed = ("device-s",) if proposal.cost_source else ()
+    for name in ("row shapes", "first half", "second half", *timed):
+        table.add_column(name, justify="right")
+    named = {_NAMES[name]: scored for name, scored in proposal.compared.items()}
+    for name, scored in {**named, "proposed": proposal.proposed}.items():
+        table.add_row(
+            name,
+            str(scored.shapes),
+            f"{scored.first_half:.1%}",
+            f"{scored.second_half:.1%}",
+            *([] if scored.device_s is None else [f"{scored.device_s:,.1f}"]),
+        )
+    return table
