@@ -24,7 +24,6 @@ if __package__ in (None, ""):  # run as a file: make the package importable
 
 from benchmarks import environment
 from benchmarks.report import NO_VALUE, Table, number
-from shapeserve.config import ModelConfig, ServeConfig
 from shapeserve.errors import ConfigError
 from shapeserve.traces import Traffic, read_traffic
 from shapeserve.tuning import (
@@ -63,29 +62,6 @@ PIXEL_COST = Formula(
 )
 
 console = Console(highlight=False)
-
-
-def model(buckets: Buckets, batch_elements: int) -> ModelConfig:
-    """Return a model with these buckets, in which no row leaves the grid."""
-    axes = [axis for key in buckets for axis in key.split(",")]
-    guard = {"max_padding_waste": 1.0}
-    limits = {
-        "max_batch_tokens": batch_elements,
-        "max_queue_rows": 10**9,
-        "max_queue_tokens": 10**15,
-    }
-    data = {
-        "import": "benchmarks.tuner_gain:none",  # never imported: only its shape is simulated
-        "inputs": {"x": {"dtype": "float32", "dims": ["batch", *axes]}},
-        "outputs": {"y": {"dtype": "float32", "dims": ["batch", 1]}},
-        "policy": {
-            key: {"shapes" if "," in key else "explicit": list(entries)}
-            for key, entries in buckets.items()
-        },
-        "rare_shapes": dict.fromkeys(axes, guard),
-        "limits": limits,
-    }
-    return ServeConfig.from_dict({"models": [data]}).models[0]
 
 
 def measure(name: str, traffic: Traffic) -> dict[str, Any]:
@@ -138,7 +114,7 @@ def simulated(
 ) -> dict[str, Any]:
     """Return what the simulator says, or why it cannot."""
     try:
-        served = Served.from_config(model(buckets, batch_elements), "cpu", cost)
+        served = Served.for_buckets(buckets, "cpu", cost, max_batch_tokens=batch_elements)
     except ConfigError as error:
         return {"not_simulated": str(error)}
     outcome = simulate(served, traffic, speed=speed)

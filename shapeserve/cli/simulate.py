@@ -119,7 +119,7 @@ def _served(model: ModelConfig, kind: Device, costs: str | None) -> Served:
     served = Served.from_config(model, kind, table, min_batch=min_batch)
     packed = TOKENS in served.grid.axes
     check_conditions(table, conditions_of(model, served.spec, kind, packed=packed), costs)
-    check_axes(table, served.grid.axes, costs)
+    check_axes(table, served.grid.axes)
     return served
 
 

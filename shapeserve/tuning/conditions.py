@@ -10,6 +10,7 @@ from shapeserve.errors import ConfigError
 from shapeserve.models.spec import ModelSpec
 from shapeserve.plan import planned_tier
 from shapeserve.policy import Device
+from shapeserve.tuning.cost import Cost
 from shapeserve.tuning.table import CostTable
 
 KIND = "device_kind"
@@ -60,16 +61,19 @@ def check_conditions(costs: CostTable, wanted: Mapping[str, str], file: str) -> 
         )
 
 
-def check_axes(costs: CostTable, axes: tuple[str, ...], file: str) -> None:
-    """Refuse costs of batches along other axes.
+def check_axes(cost: Cost | None, axes: tuple[str, ...]) -> None:
+    """Refuse measured costs of batches along other axes.
 
     Raises:
         ConfigError: naming both.
     """
-    if set(costs.axes) != set(axes):
-        packed = TOKENS in costs.axes
-        remedy = "its rows are packed: tune with --layout packed" if packed else "see --axis"
+    if isinstance(cost, CostTable) and set(cost.axes) != set(axes):
+        remedy = (
+            "they are of packed rows: tune with --layout packed"
+            if TOKENS in cost.axes
+            else "name the axis with --axis"
+        )
         raise ConfigError(
-            f"{file}: measured along {', '.join(costs.axes)}, the batches here have "
+            f"the costs were measured along {', '.join(cost.axes)}, the batches here have "
             f"{', '.join(axes)}; {remedy}, or measure again"
         )

@@ -53,6 +53,11 @@ class Limits:
     graph_bytes: float | None = None
     warmup_s: float | None = None
 
+    @property
+    def free(self) -> bool:
+        """Whether anything is allowed."""
+        return self == Limits()
+
     def check(self, costs: VariantCosts | None) -> None:
         """Refuse limits of what was not measured.
 

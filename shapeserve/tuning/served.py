@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -14,8 +14,11 @@ from shapeserve.lanes import Lanes, Place, dispatcher_for, largest_area, without
 from shapeserve.models.describe import describe
 from shapeserve.models.spec import ModelSpec
 from shapeserve.plan import planned_grid
-from shapeserve.policy import Device
+from shapeserve.policy import Device, packed_grid
+from shapeserve.traces import SEQ
 from shapeserve.tuning.cost import Cost
+from shapeserve.tuning.fit import Buckets
+from shapeserve.tuning.stand_in import policy_of, stand_in
 
 # As the engine measures it at start: one row gets a program of its own if padding it to two costs
 # 15 % more, and a GPU writes one batch while it works on another.
@@ -138,6 +141,59 @@ class Served:
             max_queue_tokens=limits.max_queue_tokens,
             batch_wait_timeout_s=config.batching.batch_wait_timeout_s,
         )
+
+    @classmethod
+    def for_buckets(
+        cls,
+        buckets: Buckets,
+        device: Device,
+        cost: Cost,
+        *,
+        max_batch_tokens: int,
+        batches: Sequence[int] | None = None,
+        min_batch: int | None = None,
+    ) -> Self:
+        """Build a model that has only these buckets: none of its rows is refused or leaves them.
+
+        Args:
+            buckets: key of a policy -> its sizes or shapes.
+            device: kind of device.
+            cost: seconds of a batch.
+            max_batch_tokens: padded elements of a batch.
+            batches: sizes along ``batch``; None: what the device gets by default.
+            min_batch: see :meth:`from_config`.
+
+        Raises:
+            ConfigError: there are more buckets than a policy may have.
+        """
+        config = stand_in(buckets, max_batch_tokens=max_batch_tokens, batches=batches)
+        return cls.from_config(config, device, cost, min_batch=min_batch)
+
+    @classmethod
+    def for_tokens(
+        cls,
+        sizes: Sequence[int],
+        longest: int,
+        device: Device,
+        cost: Cost,
+        *,
+        max_batch_tokens: int,
+    ) -> Self:
+        """Build a model of packed rows that has only these buckets.
+
+        Args:
+            sizes: of its batches, in tokens.
+            longest: row that it takes.
+            device: kind of device.
+            cost: seconds of a batch.
+            max_batch_tokens: tokens of a batch.
+
+        Raises:
+            ConfigError: the largest batch does not hold the longest row, or is too large.
+        """
+        config = stand_in({SEQ: (longest,)}, max_batch_tokens=max_batch_tokens)
+        grid = packed_grid(policy_of({TOKENS: tuple(sizes)}), max_batch_tokens, {SEQ: longest})
+        return cls.of_grid(config, describe(config), grid, device, cost)
 
     def refusal(self, sizes: Shape) -> str | None:
         """Return why a sample is refused, None if it is not."""

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shapeserve.cli.common import json_option, write_json
+from shapeserve.cli.tune.bound_words import latency_cells, print_bounds, slo_missed
 from shapeserve.cli.tune.inputs import Input
 from shapeserve.config import parse_policy
 from shapeserve.errors import ConfigError
@@ -49,6 +50,8 @@ def write_outputs(given: Mapping[str, Any], read: Input, proposal: Proposal) -> 
     if given["json_target"] != "-":
         ordered = read.traffic.times_s is not None
         _print(Console(highlight=False), proposal, ordered=ordered)
+    if not proposal.keeps_slo:
+        raise click.ClickException(slo_missed(proposal))
 
 
 def _write_policy(proposal: Proposal, path: str, source: str) -> None:
@@ -76,13 +79,17 @@ def _print(console: Console, proposal: Proposal, *, ordered: bool) -> None:
     console.print(_table(proposal))
     for key, entries in proposed.buckets.items():
         console.print(f"{key}: {', '.join(map(_written, entries))}")
+    if proposal.batches is not None:
+        console.print(f"batch: {', '.join(map(str, proposal.batches))}")
+    print_bounds(console, proposal)
     console.print(
-        f"as many row shapes, had the second half been known: {proposal.optimum_second_half:.1%}"
+        f"as many {proposal.counted}, had the second half been known: "
+        f"{proposal.optimum_second_half:.1%}"
     )
     if proposal.curve:
         console.print(
-            f"{proposed.shapes} row shapes: no larger number took away 0.5 % more for each further "
-            "one, on rows within the first half that the fit had not seen"
+            f"{proposed.shapes} {proposal.counted}: no larger number took away 0.5 % more for each "
+            "further one, on rows within the first half that the fit had not seen"
         )
     if len(proposal.axes) == 2:
         console.print(f"two axes are searched: no better one saves more than {proposal.gap:.2%}")
@@ -92,7 +99,8 @@ def _print(console: Console, proposal: Proposal, *, ordered: bool) -> None:
             "(rare_shapes.max_padding_waste 0.6 by default); more row shapes avoid it"
         )
     if proposal.cost_source:
-        console.print(f"device-s: of the second half in full batches; {proposal.cost_source}")
+        how = "simulated" if proposal.packed else "in full batches"
+        console.print(f"device-s: of the second half {how}; {proposal.cost_source}")
 
 
 def _written(entry: int | tuple[int, ...]) -> str:
@@ -101,10 +109,13 @@ def _written(entry: int | tuple[int, ...]) -> str:
 
 def _table(proposal: Proposal) -> Table:
     title = "padding / all elements along the axes of a row"
+    if proposal.packed:
+        title = "padding / all elements: tails of packed batches, simulated"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     table.add_column("policy")
     timed = ("device-s",) if proposal.cost_source else ()
-    for name in ("row shapes", "first half", "second half", *timed):
+    played = ("p99 ms", "load") if proposal.proposed.p99_s is not None else ()
+    for name in (proposal.counted, "first half", "second half", *timed, *played):
         table.add_column(name, justify="right")
     named = {_NAMES[name]: scored for name, scored in proposal.compared.items()}
     for name, scored in {**named, "proposed": proposal.proposed}.items():
@@ -114,5 +125,6 @@ def _table(proposal: Proposal) -> Table:
             f"{scored.first_half:.1%}",
             f"{scored.second_half:.1%}",
             *([] if scored.device_s is None else [f"{scored.device_s:,.1f}"]),
+            *latency_cells(scored),
         )
     return table
