@@ -32,7 +32,7 @@ from shapeserve.tuning import (
     simulate,
 )
 from shapeserve.tuning.stand_in import grid_of
-from shapeserve.tuning.variants import VariantCosts, VariantPoint
+from shapeserve.tuning.variants import SpecializedPoint, VariantCosts, VariantPoint
 
 MIB = 2**20
 COST = Formula(1e-3, 1e-5, 0.0, "test")
@@ -321,6 +321,46 @@ def test_latency_of_a_histogram_is_refused() -> None:
         propose(histogram, by_latency())
 
 
+# --- specialising
+
+SPECIAL = (
+    SpecializedPoint(sizes(1, 16), 10.0, 0.5e-3, 1e-3),  # twice as fast
+    SpecializedPoint(sizes(32, 128), 10.0, 2e-3, 1e-3),  # slower
+)
+
+
+def test_a_bucket_is_specialised_if_it_earns_its_compile_within_the_horizon() -> None:
+    rows = trace(*[16] * 200, every_s=1.0)  # one batch of one row a second
+    costs = table(variant_costs(specialized=SPECIAL, min_batch=1))
+    one_s = costs.seconds({"batch": 1, "seq": 16})
+    pays_from_s = 10.0 / (one_s / 2)
+    for factor, pays in ((0.98, False), (1.02, True)):
+        horizon_s = pays_from_s * factor
+        request = Request(1, max_length=16, cost=costs, horizon_s=horizon_s)
+        (found,) = propose(rows, request).specialized
+        assert found.bucket == "batch=1,seq=16"
+        # 100 batches of the second half within the 99 seconds between them.
+        assert found.calls == pytest.approx(horizon_s * 100 / 99, rel=0.01)
+        assert found.shape.dynamic_s == one_s
+        assert found.pays is (found.net_s >= 0) is pays
+
+
+def test_a_bucket_that_specialising_makes_slower_never_pays() -> None:
+    at_once = np.repeat(np.arange(10.0), 32)
+    rows = Traffic(("seq",), np.full((320, 1), 128), np.ones(320), at_once)
+    costs = table(variant_costs(specialized=SPECIAL))
+    (found,) = propose(rows, Request(1, max_length=128, cost=costs, horizon_s=1e12)).specialized
+    assert found.bucket == "batch=32,seq=128"
+    assert found.shape.break_even is None
+    assert not found.pays
+
+
+def test_specialising_that_was_not_measured_is_refused() -> None:
+    for cost in (None, COST, table(None), table(variant_costs())):
+        with pytest.raises(ConfigError, match=r"profile CONFIG\.yaml --specialized 3"):
+            propose(mixed(50), Request(1, cost=cost, horizon_s=60.0))
+
+
 # --- packed rows
 
 
@@ -443,6 +483,20 @@ def test_tune_by_latency_shows_it_and_exits_with_1_if_the_bound_is_missed(
     assert details["p99_s_second_half"]["proposed"] > 0
 
 
+def test_tune_says_which_buckets_earn_a_program_of_their_own(
+    arrivals: Path, tmp_path: Path
+) -> None:
+    costs = tmp_path / "costs.json"
+    table(variant_costs(specialized=SPECIAL)).write(costs)
+    arguments = ("tune", "--trace", arrivals, "-k", "2", "--costs", costs, "--speed", "2")
+    result = run(*arguments, "--horizon-s", "3600", "--json", tmp_path / "tune.json")
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "tune.json").read_text())["details"]["specialize"]
+    paying = sum(each["pays"] for each in found)
+    assert f"a program of its own pays for {paying} of {len(found)} buckets" in result.stdout
+    assert {"break_even_calls", "net_gain_s", "calls", "compile_s"} <= set(found[0])
+
+
 def test_tune_for_packed_rows_writes_a_policy_of_tokens(arrivals: Path, tmp_path: Path) -> None:
     out = tmp_path / "policy.yaml"
     arguments = ("tune", "--trace", arrivals, "--layout", "packed", "-k", "5", "--speed", "20")
@@ -483,6 +537,7 @@ BAD = {
     "unused batch": (("--batch", "1,9999"), "remove 9999"),
     "graphs unknown": (("--max-graph-mb", "5"), "shapeserve profile"),
     "warm-up unknown": (("--max-warmup-s", "5"), "shapeserve profile"),
+    "special unknown": (("--horizon-s", "60"), "shapeserve profile CONFIG.yaml --specialized 3"),
     "too few": (("--max-variants", "2"), "even 1 row shapes would be 6 variants"),
 }
 

@@ -15,7 +15,8 @@ from shapeserve.tuning.fit import Buckets, assigned, fit, waste
 from shapeserve.tuning.limits import Footprint
 from shapeserve.tuning.packed import PackedTask
 from shapeserve.tuning.request import Request, Scored
-from shapeserve.tuning.search import Steps, choose
+from shapeserve.tuning.search import Choice, Steps, choose
+from shapeserve.tuning.specialize import Specialization, specializations, specialized_points
 from shapeserve.tuning.task import PaddedTask, Task
 
 
@@ -42,6 +43,8 @@ class Proposal:
         footprint: what the proposed variants take; None if a policy may not have so many.
         p99_first_half_s: simulated latency of the rows that were fitted to, with that objective.
         slo_s: the bound that was asked for.
+        specialized: buckets that the second half used, and whether a program of their own pays;
+            empty unless a horizon was given.
     """
 
     axes: tuple[str, ...]
@@ -58,6 +61,7 @@ class Proposal:
     footprint: Footprint | None = None
     p99_first_half_s: float | None = None
     slo_s: float | None = None
+    specialized: tuple[Specialization, ...] = ()
 
     @property
     def packed(self) -> bool:
@@ -112,6 +116,7 @@ class Proposal:
                 "batch": None if self.batches is None else list(self.batches),
                 "footprint": None if self.footprint is None else self.footprint.to_dict(),
                 **self._latency(named),
+                "specialize": [each.to_dict() for each in self.specialized],
             },
         }
 
@@ -144,6 +149,8 @@ def propose(
     steps = Steps(on_step)
     steps.expect(1)
     packed = request.layout == "packed"
+    if request.horizon_s is not None:
+        specialized_points(request.cost)  # refused before the search
     task: Task = (PackedTask if packed else PaddedTask).of(traffic, request)
     choice = choose(task, steps)
     buckets = choice.fit.buckets
@@ -163,7 +170,17 @@ def propose(
         footprint=choice.footprint,
         p99_first_half_s=choice.p99_s,
         slo_s=request.slo_s,
+        specialized=_specialized(task, choice),
     )
+
+
+def _specialized(task: Task, choice: Choice) -> tuple[Specialization, ...]:
+    """Weigh specialising the proposed buckets, on the rows that the fit had not seen."""
+    cost, horizon_s = task.cost, task.request.horizon_s
+    if horizon_s is None or cost is None:
+        return ()
+    outcome = task.play(choice.fit.buckets, choice.batches, second=True)
+    return specializations(outcome, cost, specialized_points(cost), horizon_s)
 
 
 def guarded(traffic: Traffic, buckets: Buckets, rule: RareShape | None = None) -> float:

@@ -38,6 +38,7 @@ class Request:
         slo_s: with the objective ``p99``, the fewest variants that keep it, instead of the least
             latency.
         speed: a trace is played so many times as fast.
+        horizon_s: weigh specialising the buckets over so many seconds; None: do not.
     """
 
     shapes: int | None = None
@@ -54,6 +55,7 @@ class Request:
     limits: Limits = field(default_factory=Limits)
     slo_s: float | None = None
     speed: float = 1.0
+    horizon_s: float | None = None
 
     @property
     def variant_costs(self) -> VariantCosts | None:

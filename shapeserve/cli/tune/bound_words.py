@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
 
 from shapeserve.tuning import Proposal, Scored
 from shapeserve.tuning.limits import MIB
 
+_SHOWN = 12  # buckets that the table shows
 _SATURATED = 0.98  # busier than this a queue grows as long as rows come
 
 
@@ -30,6 +33,31 @@ def print_bounds(console: Console, proposal: Proposal) -> None:
             "that the latency is about the length of the trace; a lower --speed says what each of "
             "several replicas would do"
         )
+
+
+def print_specialized(console: Console, proposal: Proposal) -> None:
+    """Show the buckets whose own program would win or lose most within the horizon."""
+    if not proposal.specialized:
+        return
+    paying = sum(each.pays for each in proposal.specialized)
+    title = f"a program of its own pays for {paying} of {len(proposal.specialized)} buckets"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("bucket", no_wrap=True)
+    for name in ("calls", "compile s", "shared ms", "own ms", "break-even", "won s", "pays"):
+        table.add_column(name, justify="right")
+    for each in proposal.specialized[:_SHOWN]:
+        shape = each.shape
+        table.add_row(
+            each.bucket,
+            f"{each.calls:,}",
+            f"{shape.compile_s:.1f}",
+            f"{1e3 * shape.dynamic_s:.3f}",
+            f"{1e3 * shape.specialized_s:.3f}",
+            "never" if shape.break_even is None else f"{shape.break_even:,}",
+            f"{each.net_s:,.1f}",
+            "yes" if each.pays else "no",
+        )
+    console.print(table)
 
 
 def latency_cells(scored: Scored) -> list[str]:

@@ -57,8 +57,14 @@ _OPTIONS = (
         "--speed",
         type=click.FloatRange(min=0, min_open=True),
         default=1.0,
-        help="Play a trace so many times as fast; with --objective p99 or --layout packed. "
-        "[default: 1]",
+        help="Play a trace so many times as fast; with --objective p99, --layout packed or "
+        "--horizon-s. [default: 1]",
+    ),
+    click.option(
+        "--horizon-s",
+        type=click.FloatRange(min=0, min_open=True),
+        help="Say which buckets earn a compile of their own within so many seconds; needs --costs "
+        "of `shapeserve profile --specialized`.",
     ),
     click.option(
         "--layout",
@@ -103,10 +109,11 @@ def bounds(given: Mapping[str, Any]) -> dict[str, Any]:
         raise click.UsageError(
             "--batch auto chooses by latency; use it with --objective p99, or list the sizes"
         )
-    if given["speed"] != 1 and not simulated and given["layout"] != "packed":
+    played = simulated or given["layout"] == "packed" or given["horizon_s"] is not None
+    if given["speed"] != 1 and not played:
         raise click.UsageError(
-            "--speed matters only where the trace is played; use it with --objective p99 or "
-            "--layout packed"
+            "--speed matters only where the trace is played; use it with --objective p99, "
+            "--layout packed or --horizon-s"
         )
     mib = given["max_graph_mb"]
     return {
@@ -115,6 +122,7 @@ def bounds(given: Mapping[str, Any]) -> dict[str, Any]:
         ),
         "slo_s": None if given["slo_ms"] is None else given["slo_ms"] / 1e3,
         "speed": given["speed"],
+        "horizon_s": given["horizon_s"],
         "layout": given["layout"],
         "batches": given["batches"],
         "max_batch_tokens": given["max_batch_tokens"],

@@ -13,7 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from shapeserve.cli.common import json_option, write_json
-from shapeserve.cli.tune.bound_words import latency_cells, print_bounds, slo_missed
+from shapeserve.cli.tune.bound_words import (
+    latency_cells,
+    print_bounds,
+    print_specialized,
+    slo_missed,
+)
 from shapeserve.cli.tune.inputs import Input
 from shapeserve.config import parse_policy
 from shapeserve.errors import ConfigError
@@ -82,6 +87,7 @@ def _print(console: Console, proposal: Proposal, *, ordered: bool) -> None:
     if proposal.batches is not None:
         console.print(f"batch: {', '.join(map(str, proposal.batches))}")
     print_bounds(console, proposal)
+    print_specialized(console, proposal)
     console.print(
         f"as many {proposal.counted}, had the second half been known: "
         f"{proposal.optimum_second_half:.1%}"
