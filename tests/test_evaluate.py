@@ -19,7 +19,9 @@ from click.testing import CliRunner, Result
 
 from shapeserve.cli import main
 from shapeserve.config import ModelConfig, ServeConfig
+from shapeserve.errors import ConfigError
 from shapeserve.evaluate.account import account
+from shapeserve.evaluate.request import Served
 from shapeserve.evaluate.result import Arm, Evaluation, Row, Scope
 from shapeserve.evaluate.session import Options, evaluate
 from shapeserve.evaluate.timing import Timing
@@ -218,7 +220,33 @@ def test_a_bucket_that_is_not_there_ends_with_exit_code_2(
     assert "--grid 3x3: the grid has no such bucket (batch x seq)" in result.stderr
 
 
+def test_a_bucket_that_is_not_there_is_refused_before_anything_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def too_late(*_: Any) -> None:
+        raise AssertionError("the compiler is loaded")
+
+    monkeypatch.setattr("shapeserve.evaluate.session.first_compile_s", too_late)
+    with pytest.raises(ConfigError, match="no such bucket"):
+        measured(odd("broken"), "3x3")
+
+
 # --- other models
+
+
+def test_requests_to_a_bucket_that_was_not_captured_are_called_what_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU, where the tier says graph and the captures have failed."""
+
+    def meant(served: Served) -> Arm:
+        return Arm.CAPTURED if served.engine.runner.programs.compiles else Arm.EAGER
+
+    monkeypatch.setattr(Served, "arm", property(meant))
+    found = measured(odd("broken"), "2x4")
+    ways = [row.arm for row in found.rows if row.scope is Scope.REQUEST]
+    assert ways == [Arm.EAGER, Arm.COMPILED]
+    assert account(found).serving is Arm.COMPILED
 
 
 def test_an_eager_model_is_measured_and_nothing_is_earned_back() -> None:

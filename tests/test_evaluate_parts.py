@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -294,6 +295,18 @@ def test_loading_the_compiler_counts_for_compiling_at_all_but_not_for_one_more_p
     assert sums.dynamic.cold_s == 12
 
 
+def test_time_without_a_kernel_on_a_gpu_is_that_of_calls_that_were_not_profiled() -> None:
+    """A profiled launch takes twice as long as another."""
+    kernels = KernelAccount("cuda", kernels=10, busy_s=0.02, gap_s=9.0)
+    found = evaluation()
+    rows = tuple(
+        replace(row, kernels=kernels) if row.scope is Scope.MODULE else row for row in found.rows
+    )
+    for fusion in account(evaluation(rows=rows)).fusion.values():
+        assert fusion.before.total_s == pytest.approx(0.1)  # the median of the eager call
+        assert fusion.after.busy_s == 0.02
+
+
 def test_parts_without_numbers_are_left_out() -> None:
     found = evaluation()
     eager = tuple(row for row in found.rows if row.arm is Arm.EAGER)
@@ -319,7 +332,7 @@ def test_the_sentences_say_the_numbers() -> None:
     assert "70.000 ms instead of 100.000 ms for 12.0 s once; paid back after 400 calls" in said
     assert "Specialising batch=1,seq=8: 65.000 ms instead of 70.000 ms" in said
     assert "8.0 s cold (all 12 buckets of the grid: about 48 s)" in said
-    assert "10 kernels, 0.080 ms busy and 0.050 ms between them -> 2, 0.070 ms and 0.010" in said
+    assert "10 kernels, 0.080 ms busy and 0.050 ms without one -> 2, 0.070 ms and 0.010" in said
     assert "4 graph breaks x 20.0 us (measured here) = 80 us a call, 80 s over a million" in said
     assert "Padding: 10.0% of the elements" in said
 

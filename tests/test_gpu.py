@@ -154,6 +154,23 @@ def test_an_exhausted_budget_leaves_buckets_compiled_named_and_counted(directory
         assert np.isfinite(vector(result)).all()
 
 
+def test_a_bucket_that_cannot_be_captured_leaves_the_others_captured() -> None:
+    """The largest is captured first; it waits for a value of the device."""
+    model = tiny.module_config(
+        "waits_when_long",
+        policy={"seq": {"explicit": [8, 64]}, "batch": {"explicit": [2]}},
+        limits={"max_length": {"seq": 64}, "hard_limit": {"seq": 64}},
+        compile={"tier": "eager_graph"},
+    )
+    with Engine(ServeConfig.from_dict({"models": [model]})).start() as engine:
+        tiers = {b.label: v.tier.value for b, v in engine.runner.variants.all.items()}
+        assert tiers == {"batch=2,seq=8": "graph", "batch=2,seq=64": "eager"}
+        assert samples(engine, "captures_total", outcome="failed") == 1
+        short, long = (np.arange(1, 1 + n) for n in (5, 60))
+        modes = [r.mode.value for r in engine.run([{"ids": short}, {"ids": long}])]
+        assert modes == ["graph", "eager"]
+
+
 def test_token_outputs_travel_back_without_their_padding() -> None:
     model = tiny.module_config("masked_tokens", compile={"tier": "eager_graph"})
     with Engine(ServeConfig.from_dict({"models": [model]})).start() as engine:

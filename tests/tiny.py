@@ -291,6 +291,15 @@ class Raising(nn.Module):
         return (ids * mask).sum(1, keepdim=True).float() / mask.sum(1, keepdim=True)
 
 
+class WaitsWhenLong(nn.Module):
+    """The same mean, but a wide batch waits for a value of the device (no graph holds that)."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        if ids.shape[1] > 32 and bool(mask.sum() < 0):
+            raise RuntimeError("never")
+        return (ids * mask).sum(1, keepdim=True).float() / mask.sum(1, keepdim=True)
+
+
 def _seeded(make: type[nn.Module]) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -337,6 +346,10 @@ def raising() -> nn.Module:
     return Raising()
 
 
+def waits_when_long() -> nn.Module:
+    return WaitsWhenLong()
+
+
 _IDS = {
     "ids": {"dtype": "int64", "dims": ["batch", "seq"]},
     "mask": {"dtype": "int64", "dims": ["batch", "seq"], "make": "mask"},
@@ -380,6 +393,7 @@ _TENSORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "padding_sensitive": ({"values": {"dtype": "float32", "dims": ["batch", "seq"]}}, _MEAN),
     "poisonous": (_IDS, _MEAN),
     "raising": (_IDS, _MEAN),
+    "waits_when_long": (_IDS, _MEAN),
 }
 
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from shapeserve.explain import Explanation
     from shapeserve.explain.report import Axis, Break, CustomOp, Summary, TracedProgram
 
+_GUARDS = 3  # shown of an axis
+
 
 @click.command("explain")
 @config_argument
@@ -145,8 +147,13 @@ def _print_axis(console: Console, axis: Axis) -> None:
     if axis.place:
         line += f" ({axis.place} {axis.place.code})"
     console.print(escape(line), style="red" if axis.state == "specialised" else "", soft_wrap=True)
-    for constraint in axis.constraints:
-        console.print(f"    guard {escape(constraint.guard)} ({constraint.place})", soft_wrap=True)
+    # The short ones are those that a reader understands; a convolution makes dozens.
+    shown = sorted(axis.constraints, key=lambda c: len(c.guard))[:_GUARDS]
+    for constraint in shown:
+        place = f" ({constraint.place})" if constraint.place else ""
+        console.print(f"    guard {escape(constraint.guard + place)}", soft_wrap=True)
+    if more := len(axis.constraints) - len(shown):
+        console.print(f"    and {more} more guards on it (--json has them)")
 
 
 def _ops_table(ops: Iterable[CustomOp]) -> Table:

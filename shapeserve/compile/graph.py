@@ -13,6 +13,7 @@ one model would break the graphs of another.
 
 from __future__ import annotations
 
+import contextlib
 from typing import ClassVar
 from weakref import WeakSet
 
@@ -76,13 +77,28 @@ class GraphPool:
                 program(*inputs)
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            outputs = program(*inputs)
+        try:
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                outputs = program(*inputs)
+        except BaseException:
+            self._stop_recording()
+            raise
 
         def replay(*_: torch.Tensor) -> tuple[torch.Tensor, ...]:
             graph.replay()
             return outputs
 
         return replay
+
+    def _stop_recording(self) -> None:
+        """Let the next bucket be captured after one that could not be.
+
+        A capture that CUDA calls invalid ends before torch takes its allocator back from the pool
+        (CUDAGraph::capture_end, torch 2.11), and every later capture would be refused for that.
+        """
+        index = self._device.index or 0
+        with contextlib.suppress(RuntimeError):  # torch did take it back
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+            torch._C._cuda_releasePool(index, self._pool)  # what the graph does not do any more

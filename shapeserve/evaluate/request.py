@@ -43,8 +43,11 @@ def measure_requests(
     engines: Sequence[Served], case: Case, probe: Probe, timing: Timing
 ) -> list[Row]:
     """Return a row for each engine; the requests, whose rows fill the bucket, take turns."""
-    clients = {served.arm: _Client(served, case) for served in engines}
-    rows = {arm: client.first_row(probe) for arm, client in clients.items()}
+    clients, rows = {}, {}
+    for served in engines:
+        client = _Client(served, case)
+        row = client.first_row(probe)
+        clients[row.arm], rows[row.arm] = client, row
     well = {arm: client.call for arm, client in clients.items() if rows[arm].error is None}
     before = {arm: recompiles_total(client.engine.metrics) for arm, client in clients.items()}
     seconds, failed = time_calls(well, _CPU, timing)
@@ -67,6 +70,7 @@ class _Client:
         self._first_s = 0.0
         self._outputs: list[Mapping[str, np.ndarray]] = []
         self._ran: Counter[tuple[Mode, str]] = Counter()
+        self._arm = served.arm
 
     def call(self) -> None:
         """Send it and wait; a row that fails raises."""
@@ -85,10 +89,21 @@ class _Client:
         row = Row(bucket, self._served.arm, Scope.REQUEST, compile=cost)
         try:
             self._first_s = timed(self.call, _CPU)
+            self._arm = self._arm_seen()
             dtype = self.engine.spec.dtype
-            return replace(row, numerics=self._case.numerics(self._outputs, probe, dtype))
+            numerics = self._case.numerics(self._outputs, probe, dtype)
+            return replace(row, arm=self._arm, numerics=numerics)
         except Exception as error:  # the user's model: whatever it raises is a result
             return replace(row, error=said(error))
+
+    def _arm_seen(self) -> Arm:
+        """How the rows ran: a bucket whose capture failed is served compiled.
+
+        One that is served eagerly keeps the arm that was meant, for beside it stands the engine
+        that is eager on purpose; its note says where it ran.
+        """
+        seen = {_ARM_OF.get(mode, Arm.EAGER) for mode, _ in self._ran}
+        return self._served.arm if len(seen) != 1 or seen == {Arm.EAGER} else seen.pop()
 
     def timed_row(self, row: Row, later_s: Sequence[float], recompiles: int) -> Row:
         """Fill in what the later requests took; ``recompiles`` were there before."""
@@ -105,7 +120,7 @@ class _Client:
 
     def _elsewhere(self) -> str | None:
         """Say where rows ran, if not all of them in the bucket and the way that was meant."""
-        arm, label = self._served.arm, self._case.bucket.label
+        arm, label = self._arm, self._case.bucket.label
         if all(_ARM_OF.get(mode, Arm.EAGER) is arm and b == label for mode, b in self._ran):
             return None
         whole, most = self._ran.total(), self._ran.most_common()

@@ -30,6 +30,7 @@ from shapeserve.evaluate.start import StartLog, first_compile_s
 from shapeserve.evaluate.timing import Timing, graph_break_s
 from shapeserve.expect import expect
 from shapeserve.metrics import Metrics
+from shapeserve.plan import plan
 from shapeserve.traces import Shapes
 from shapeserve.warmup import WarmupProgress
 
@@ -72,6 +73,8 @@ def evaluate(config: ModelConfig, options: Options, report: Report) -> Evaluatio
         ConfigError: the config does not fit the model, or a bucket is not in the grid.
         ModelError: the engine does not start.
     """
+    # What no grid of this config has is said before minutes of compiling.
+    choose(plan(config, device_kind(config.device)).grid, options.grid)
     logger = logging.getLogger(_BYTES_LOGGER)
     level, marks = logger.level, inductor_config.cpp.enable_kernel_profile
     logger.setLevel(logging.INFO)

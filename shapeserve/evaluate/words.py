@@ -75,9 +75,9 @@ def _fusion(sums: Account) -> Iterator[str]:
         before, after = fusion.before, fusion.after
         yield (
             f"Launches of {label}: {before.kernels} kernels, {_ms(before.busy_s)} busy and "
-            f"{_ms(before.overhead_s)} between them -> {after.kernels}, {_ms(after.busy_s)} and "
+            f"{_ms(before.overhead_s)} without one -> {after.kernels}, {_ms(after.busy_s)} and "
             f"{_ms(after.overhead_s)}: {fusion.speedup:.2f}x; of {_ms(fusion.saved_s)} saved, "
-            f"{_ms(fusion.launch_saved_s)} between kernels."
+            f"{_ms(fusion.launch_saved_s)} without a kernel."
         )
 
 
