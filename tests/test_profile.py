@@ -205,6 +205,8 @@ def test_packed_batches_are_measured_with_short_rows_and_with_long_ones(tmp_path
     assert table.conditions["layout"] == "packed"
     assert table.variants is not None
     assert table.variants.min_batch == 1
+    assert table.held_out is not None
+    assert len(table.held_out.sizes) == 2  # one bucket, with short rows and with long ones
     by_size: dict[int, list[float]] = {}
     for point in table.points:
         assert point.pairs is not None

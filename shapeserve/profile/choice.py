@@ -12,7 +12,7 @@ from shapeserve.buckets import Bucket, Grid
 from shapeserve.tuning.cost import Cost
 
 _HELD_OUT_SHARE = 0.25  # of the measured buckets; arbitrary
-_LEAST_FITTED = 4  # a fit of three factors with fewer says nothing about its error
+_LEAST_FITTED = 4  # batches; a fit of three factors with fewer says nothing about its error
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,23 +28,30 @@ class Choice:
     held_out: tuple[Bucket, ...]
 
 
-def choose(grid: Grid, points: int) -> Choice:
-    """Choose at most ``points`` buckets of a grid, its corners first.
+def choose(grid: Grid, points: int, each: int = 1) -> Choice:
+    """Choose buckets of a grid for at most ``points`` batches, its corners first.
 
     After them always the bucket that is farthest from all chosen ones, where twice the size along
     any axis is as far from everywhere. So the last ones, which are held out, are where the fit has
     least to go by.
+
+    Args:
+        grid: of the engine.
+        points: batches to measure.
+        each: batches in a bucket.
     """
+    most = max(points // each, 1)
     buckets = sorted(grid.buckets, key=lambda b: (b.area, b.sizes))
     places = np.log([[size for _, size in bucket.sizes] for bucket in buckets])
-    chosen = _corners(places)[:points]
+    chosen = _corners(places)[:most]
     near = np.full(len(buckets), np.inf)
     for index in chosen:
         near = np.minimum(near, _distances(places, index))
-    while len(chosen) < min(points, len(buckets)):
+    while len(chosen) < min(most, len(buckets)):
         chosen.append(int(near.argmax()))
         near = np.minimum(near, _distances(places, chosen[-1]))
-    held = max(min(round(len(chosen) * _HELD_OUT_SHARE), len(chosen) - _LEAST_FITTED), 0)
+    spare = len(chosen) - _LEAST_FITTED // each
+    held = max(min(round(len(chosen) * _HELD_OUT_SHARE), spare), 0)
     picked = [buckets[index] for index in chosen]
     return Choice(tuple(picked[: len(picked) - held]), tuple(picked[len(picked) - held :]))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -94,30 +94,28 @@ class _Session:
         engine = Engine(self._config, metrics=metrics, on_progress=log, device=self._device)
         with engine.start():
             start = log.finish(engine.runner.variants.graph_bytes, once_s)
-            points, table = self._points(engine)
+            table = self._batches(engine)
             specialized = tuple(self._specialized(engine, table))
             variants = variant_costs(engine.runner, start, specialized)
-        return CostTable(table.conditions, table.axes, points, table.held_out, variants)
+        return replace(table, variants=variants)
 
     def _starting(self, step: WarmupProgress) -> None:
         self._report(step.done, step.total, f"start: {step.stage} {step.detail}".strip())
 
-    def _points(self, engine: Engine) -> tuple[tuple[CostPoint, ...], CostTable]:
-        """Measure; return all points, and a table of them that knows its error."""
+    def _batches(self, engine: Engine) -> CostTable:
+        """Measure batches; return a table of them that knows the error of its fit."""
         bench = BatchBench(engine.runner, engine.probe, self._options.timing)
         # Packed buckets are measured with short rows and with long ones.
-        packed = BATCH not in engine.grid.axes
-        choice = choose(engine.grid, max(self._options.points // (1 + packed), 1))
+        each = 1 if BATCH in engine.grid.axes else 2
+        choice = choose(engine.grid, self._options.points, each)
         fitted, held_out = bench.loads(choice.fitted), bench.loads(choice.held_out)
         loads = [*fitted, *held_out]
         measured = self._measured(engine, bench, loads)
-        conditions = self._conditions(engine)
-        axes = engine.grid.axes
-        unseen = measured[len(fitted) :]
-        error = (
-            CostTable(conditions, axes, measured[: len(fitted)]).check(unseen) if unseen else None
+        table = CostTable(self._conditions(engine), engine.grid.axes, measured)
+        seen, unseen = measured[: len(fitted)], measured[len(fitted) :]
+        return (
+            replace(table, held_out=replace(table, points=seen).check(unseen)) if unseen else table
         )
-        return measured, CostTable(conditions, axes, measured, error)
 
     def _measured(
         self, engine: Engine, bench: BatchBench, loads: Sequence[Load]
