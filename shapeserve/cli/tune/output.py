@@ -64,9 +64,14 @@ def _write_policy(proposal: Proposal, path: str, source: str) -> None:
     policy = proposal.policy()
     parse_policy(policy)
     ends = ", ".join(f"{axis} {end}" for axis, end in proposal.ends.items())
+    limit = (
+        "limits.max_batch_tokens must be at least that"
+        if proposal.packed
+        else "limits.max_length, if it is set, must be the same"
+    )
     head = (
         f"# models[].policy, made by `shapeserve tune` from {source} ({proposal.rows} "
-        f"rows)\n# largest sizes: {ends}; limits.max_length, if it is set, must be the same\n"
+        f"rows)\n# largest sizes: {ends}; {limit}\n"
     )
     text = head + yaml.safe_dump(policy, default_flow_style=None, sort_keys=False, width=96)
     try:
@@ -113,12 +118,16 @@ def _written(entry: int | tuple[int, ...]) -> str:
     return "x".join(map(str, entry)) if isinstance(entry, tuple) else str(entry)
 
 
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.1f}" if seconds >= 10 else f"{seconds:.3g}"
+
+
 def _table(proposal: Proposal) -> Table:
     title = "padding / all elements along the axes of a row"
     if proposal.packed:
         title = "padding / all elements: tails of packed batches, simulated"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    table.add_column("policy")
+    table.add_column("policy", no_wrap=True)
     timed = ("device-s",) if proposal.cost_source else ()
     played = ("p99 ms", "load") if proposal.proposed.p99_s is not None else ()
     for name in (proposal.counted, "first half", "second half", *timed, *played):
@@ -130,7 +139,7 @@ def _table(proposal: Proposal) -> Table:
             str(scored.shapes),
             f"{scored.first_half:.1%}",
             f"{scored.second_half:.1%}",
-            *([] if scored.device_s is None else [f"{scored.device_s:,.1f}"]),
+            *([] if scored.device_s is None else [_seconds(scored.device_s)]),
             *latency_cells(scored),
         )
     return table
