@@ -48,15 +48,28 @@ def write_outputs(given: Mapping[str, Any], read: Input, proposal: Proposal) -> 
         read: what the proposal was made from.
         proposal: the result.
     """
-    if given["out"] is not None:
-        _write_policy(proposal, given["out"], read.source)
+    write_files(given, read, proposal)
     if given["json_target"] is not None:
-        write_json(proposal.to_dict(), given["json_target"])
+        write_json(_to_dict(read, proposal), given["json_target"])
     if given["json_target"] != "-":
-        ordered = read.traffic.times_s is not None
-        _print(Console(highlight=False), proposal, ordered=ordered)
+        console = Console(highlight=False)
+        _print(console, proposal, ordered=read.traffic.times_s is not None)
+        if read.note:
+            console.print(read.note)
     if not proposal.keeps_slo:
         raise click.ClickException(slo_missed(proposal))
+
+
+def write_files(given: Mapping[str, Any], read: Input, proposal: Proposal) -> None:
+    """Write the files that were asked for; ``--watch`` does so for each new proposal."""
+    if given["out"] is not None:
+        _write_policy(proposal, given["out"], read.source)
+
+
+def _to_dict(read: Input, proposal: Proposal) -> dict[str, Any]:
+    data = proposal.to_dict()
+    data["details"]["input"] = {"source": read.source, "note": read.note}
+    return data
 
 
 def _write_policy(proposal: Proposal, path: str, source: str) -> None:
