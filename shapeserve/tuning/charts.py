@@ -11,7 +11,7 @@ from shapeserve.page import BLUE, GREEN, GREY, VERMILION, new_figure
 from shapeserve.traces import Traffic
 from shapeserve.tuning.fit import Buckets, assigned
 from shapeserve.tuning.loads import Loads
-from shapeserve.tuning.propose import Scored
+from shapeserve.tuning.request import Scored
 from shapeserve.tuning.study import Study
 from shapeserve.tuning.words import NAMES
 

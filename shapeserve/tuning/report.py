@@ -9,7 +9,7 @@ from shapeserve import __version__
 from shapeserve.page import bullets, chart, page, table
 from shapeserve.tuning.charts import figures
 from shapeserve.tuning.loads import LoadPoint, Loads
-from shapeserve.tuning.propose import Scored
+from shapeserve.tuning.request import Scored
 from shapeserve.tuning.study import Study
 from shapeserve.tuning.words import NAMES, headline, sentences
 

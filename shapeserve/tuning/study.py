@@ -10,7 +10,8 @@ from math import prod
 from shapeserve.traces import Traffic
 from shapeserve.tuning.cost import ANALYTIC, Cost
 from shapeserve.tuning.loads import Loads, under_load
-from shapeserve.tuning.propose import Proposal, Request, Scored, by_number
+from shapeserve.tuning.propose import Proposal, by_number
+from shapeserve.tuning.request import Request, Scored
 
 _PLAYED = ("default", "pow2", "proposed")
 

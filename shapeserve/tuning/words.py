@@ -28,11 +28,16 @@ def sentences(proposal: Proposal) -> Iterator[str]:
     proposed = proposal.proposed
     for key, entries in proposed.buckets.items():
         yield f"{key}: {', '.join(labels(entries))}"
-    yield f"as many row shapes, had the second half been known: {proposal.optimum_second_half:.1%}"
+    if proposal.batches is not None:
+        yield f"batch: {', '.join(map(str, proposal.batches))}"
+    yield (
+        f"as many {proposal.counted}, had the second half been known: "
+        f"{proposal.optimum_second_half:.1%}"
+    )
     if proposal.curve:
         yield (
-            f"{proposed.shapes} row shapes: no larger number took away 0.5 % more for each further "
-            "one, on rows within the first half that the fit had not seen"
+            f"{proposed.shapes} {proposal.counted}: no larger number took away 0.5 % more for each "
+            "further one, on rows within the first half that the fit had not seen"
         )
     if len(proposal.axes) == 2:
         yield f"two axes are searched: no better one saves more than {proposal.gap:.2%}"
@@ -42,7 +47,8 @@ def sentences(proposal: Proposal) -> Iterator[str]:
             "(rare_shapes.max_padding_waste 0.6 by default); more row shapes avoid it"
         )
     if proposal.cost_source:
-        yield f"device-s: of the second half in full batches; {proposal.cost_source}"
+        how = "simulated" if proposal.packed else "in full batches"
+        yield f"device-s: of the second half {how}; {proposal.cost_source}"
 
 
 def labels(entries: Entries) -> list[str]:

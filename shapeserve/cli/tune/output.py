@@ -13,6 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from shapeserve.cli.common import check_target, json_option, write_json
+from shapeserve.cli.tune.bound_words import (
+    latency_cells,
+    print_bounds,
+    print_specialized,
+    slo_missed,
+)
 from shapeserve.cli.tune.inputs import Input
 from shapeserve.cli.tune.report import write_report
 from shapeserve.config import parse_policy
@@ -44,6 +50,8 @@ def check_outputs(given: Mapping[str, Any]) -> None:
     for option, target in (("--out", "out"), ("--report", "report"), ("--json", "json_target")):
         check_target(option, given[target])
     if given["report"] is not None:
+        if given["layout"] == "packed":
+            raise click.UsageError("--report shows padded rows; leave out --layout packed, or it")
         require_plotly()
 
 
@@ -66,6 +74,8 @@ def write_outputs(
         _print(console, proposal, ordered=read.traffic.times_s is not None)
         if read.note:
             console.print(read.note)
+    if not proposal.keeps_slo:
+        raise click.ClickException(slo_missed(proposal))
 
 
 def write_files(
@@ -89,9 +99,14 @@ def _write_policy(proposal: Proposal, path: str, source: str) -> None:
     policy = proposal.policy()
     parse_policy(policy)
     ends = ", ".join(f"{axis} {end}" for axis, end in proposal.ends.items())
+    limit = (
+        "limits.max_batch_tokens must be at least that"
+        if proposal.packed
+        else "limits.max_length, if it is set, must be the same"
+    )
     head = (
         f"# models[].policy, made by `shapeserve tune` from {source} ({proposal.rows} "
-        f"rows)\n# largest sizes: {ends}; limits.max_length, if it is set, must be the same\n"
+        f"rows)\n# largest sizes: {ends}; {limit}\n"
     )
     text = head + yaml.safe_dump(policy, default_flow_style=None, sort_keys=False, width=96)
     try:
@@ -107,14 +122,23 @@ def _print(console: Console, proposal: Proposal, *, ordered: bool) -> None:
     console.print(_table(proposal))
     for line in sentences(proposal):
         console.print(line)
+    print_bounds(console, proposal)
+    print_specialized(console, proposal)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.1f}" if seconds >= 10 else f"{seconds:.3g}"
 
 
 def _table(proposal: Proposal) -> Table:
     title = "padding / all elements along the axes of a row"
+    if proposal.packed:
+        title = "padding / all elements: tails of packed batches, simulated"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    table.add_column("policy")
+    table.add_column("policy", no_wrap=True)
     timed = ("device-s",) if proposal.cost_source else ()
-    for name in ("row shapes", "first half", "second half", *timed):
+    played = ("p99 ms", "load") if proposal.proposed.p99_s is not None else ()
+    for name in (proposal.counted, "first half", "second half", *timed, *played):
         table.add_column(name, justify="right")
     for name, scored in {**proposal.compared, "proposed": proposal.proposed}.items():
         table.add_row(
@@ -122,6 +146,7 @@ def _table(proposal: Proposal) -> Table:
             str(scored.shapes),
             f"{scored.first_half:.1%}",
             f"{scored.second_half:.1%}",
-            *([] if scored.device_s is None else [f"{scored.device_s:,.1f}"]),
+            *([] if scored.device_s is None else [_seconds(scored.device_s)]),
+            *latency_cells(scored),
         )
     return table
