@@ -45,6 +45,7 @@ class Proposal:
         footprint: what the proposed variants take; None if a policy may not have so many.
         p99_first_half_s: simulated latency of the rows that were fitted to, with that objective.
         slo_s: the bound that was asked for.
+        limited_from: number of row shapes without the limits; None if they took none away.
         specialized: buckets that the second half used, and whether a program of their own pays;
             empty unless a horizon was given.
     """
@@ -64,6 +65,7 @@ class Proposal:
     footprint: Footprint | None = None
     p99_first_half_s: float | None = None
     slo_s: float | None = None
+    limited_from: int | None = None
     specialized: tuple[Specialization, ...] = ()
 
     @property
@@ -122,6 +124,7 @@ class Proposal:
                 "unseen_waste_by_shapes": {str(k): v for k, v in self.curve.items()},
                 "guarded_rows": self.guarded,
                 "batch": None if self.batches is None else list(self.batches),
+                "shapes_without_limits": self.limited_from,
                 "footprint": None if self.footprint is None else self.footprint.to_dict(),
                 **self._latency(named),
                 "specialize": [each.to_dict() for each in self.specialized],
@@ -180,6 +183,7 @@ def propose(
         footprint=choice.footprint,
         p99_first_half_s=choice.p99_s,
         slo_s=request.slo_s,
+        limited_from=choice.wanted if choice.wanted != choice.number else None,
         specialized=_specialized(task, choice),
     )
 

@@ -24,6 +24,7 @@ from shapeserve.config import parse_policy
 from shapeserve.errors import ConfigError
 from shapeserve.tuning import Proposal
 
+_WIDTH = 110
 _NAMES = {
     "default": "today's default",
     "pow2": "powers of two",
@@ -53,6 +54,8 @@ def write_outputs(given: Mapping[str, Any], read: Input, proposal: Proposal) -> 
         write_json(_to_dict(read, proposal), given["json_target"])
     if given["json_target"] != "-":
         console = Console(highlight=False)
+        if not console.is_terminal:  # 80 columns there, and the tables need more
+            console = Console(highlight=False, width=_WIDTH)
         _print(console, proposal, ordered=read.traffic.times_s is not None)
         if read.note:
             console.print(read.note)
@@ -110,7 +113,12 @@ def _print(console: Console, proposal: Proposal, *, ordered: bool) -> None:
         f"as many {proposal.counted}, had the second half been known: "
         f"{proposal.optimum_second_half:.1%}"
     )
-    if proposal.curve:
+    if proposal.limited_from is not None:
+        console.print(
+            f"{proposed.shapes} {proposal.counted} instead of {proposal.limited_from}: no more are "
+            "within the limits"
+        )
+    elif proposal.curve:
         console.print(
             f"{proposed.shapes} {proposal.counted}: no larger number took away 0.5 % more for each "
             "further one, on rows within the first half that the fit had not seen"
