@@ -99,7 +99,7 @@ class VariantCosts:
         return largest * max(areas) + each * (len(areas) - 1)
 
     def _line(self, measured: Sequence[tuple[SizeItems, float]]) -> tuple[float, float]:
-        """Fit seconds of a variant, and of each of its padded elements; their sum is as measured."""
+        """Fit seconds of a variant and of each of its elements; their sum is as measured."""
         areas = np.array([float(math.prod(size for _, size in sizes)) for sizes, _ in measured])
         seconds = np.array([seconds for _, seconds in measured])
         each, element = fit_factors(np.stack([np.ones(len(areas)), areas], axis=1), seconds)
