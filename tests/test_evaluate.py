@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +13,7 @@ import evaluate_modules
 import pytest
 import tiny
 import yaml
+from browser import BROWSER, drawn, open_page
 from click.testing import CliRunner, Result
 
 from shapeserve.cli import main
@@ -140,28 +139,15 @@ def test_the_terminal_shows_tables_and_sentences(outcome: tuple[Result, Path]) -
 
 # --- the report in a browser
 
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed to open the report")
-def test_a_browser_draws_every_chart_of_the_report(
-    outcome: tuple[Result, Path], tmp_path: Path
-) -> None:
-    assert BROWSER is not None
-    page = outcome[1] / "report.html"
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000"]
-    flags += [f"--user-data-dir={tmp_path}", "--dump-dom", "--host-resolver-rules=MAP * ~NOTFOUND"]
-    done = subprocess.run(
-        [BROWSER, *flags, page.as_uri()], capture_output=True, text=True, timeout=110, check=True
-    )
-    charts = done.stdout.split('class="plotly-graph-div')[1:]
-    assert len(charts) == 6
-    for chart in charts:
+def test_a_browser_draws_every_chart_of_the_report(outcome: tuple[Result, Path]) -> None:
+    opened = open_page(outcome[1] / "report.html")
+    assert len(opened.charts) == 6
+    for chart in opened.charts:
         assert 'class="main-svg"' in chart
-        drawn = chart.count('class="point"') + chart.count('class="js-line"')
-        assert drawn > 1
+        assert drawn(chart) > 1
+    assert opened.complaints == []
 
 
 # --- what goes wrong

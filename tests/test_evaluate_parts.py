@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from shapeserve.evaluate.account import account
 from shapeserve.evaluate.choice import choose, traffic
 from shapeserve.evaluate.latency import FirstCall, Latency
 from shapeserve.evaluate.profile import CALL, profile_calls, read_trace
-from shapeserve.evaluate.report import render, require_plotly, write_report
+from shapeserve.evaluate.report import render, write_report
 from shapeserve.evaluate.result import (
     Arm,
     CompileCost,
@@ -372,12 +371,6 @@ def test_a_failed_measurement_is_shown_in_its_row() -> None:
     assert found.errors == (failed,)
     page = render([(found, account(found))])
     assert '<td class="word bad" colspan="6">RuntimeError: planted</td>' in page
-
-
-def test_a_missing_plotly_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    with pytest.raises(ConfigError, match=r"pip install 'shapeserve\[tune\]'"):
-        require_plotly()
 
 
 def test_a_report_that_cannot_be_written_names_the_path(tmp_path: Path) -> None:

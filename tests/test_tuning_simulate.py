@@ -240,6 +240,23 @@ def test_a_fleet_answers_every_row_once(routing: Routing) -> None:
     assert again.to_dict() == outcome.to_dict()
 
 
+def test_200_replicas_chosen_at_random_wait_like_as_many_queues_and_two_choices_wait_less() -> None:
+    """Poisson arrivals dealt at random are Poisson arrivals of every replica: 200 times M/D/1."""
+    rng = np.random.default_rng(5)
+    busy, replicas, rows = 0.6, 200, 30_000
+    times_s = np.cumsum(rng.exponential(1 / (busy * replicas), rows))
+    served = Served.from_config(one_size(), "cpu", Formula(1.0, 0.0, 0.0, "a second a batch"))
+    trace = traffic(times_s.tolist(), *[1] * rows)
+    found = {name: simulate(served, trace, replicas=replicas, routing=name) for name in ROUTINGS}
+    waits_s = {name: float(outcome.latencies_s.mean()) - 1.0 for name, outcome in found.items()}
+    assert waits_s["random"] == pytest.approx(busy / (2 * (1 - busy)), rel=0.05)
+    assert waits_s["p2c"] < waits_s["random"] / 2
+    assert found["p2c"].most_load < found["random"].most_load
+    # Rows of one shape stay with a replica until it has a batch more to do than another one.
+    assert found["affinity"].most_load <= found["random"].most_load
+    assert all(outcome.answered == rows for outcome in found.values())
+
+
 def test_two_choices_wait_less_than_one_and_affinity_fills_batches() -> None:
     rng = np.random.default_rng(3)
     policy = {"seq": {"explicit": [4, 8, 12, 16]}, "batch": {"explicit": [1, 2, 4, 8]}}

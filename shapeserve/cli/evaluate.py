@@ -21,6 +21,7 @@ from shapeserve.cli.common import (
     write_json,
 )
 from shapeserve.cli.warmup import WarmupDisplay
+from shapeserve.page import require_plotly
 from shapeserve.traces import read_shapes
 
 if TYPE_CHECKING:  # they import torch, which takes seconds
@@ -75,7 +76,7 @@ def evaluate_command(
     # Read when torch is loaded; its profiler says on stderr when it starts and stops.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from shapeserve.evaluate.account import account
-    from shapeserve.evaluate.report import require_plotly, write_report
+    from shapeserve.evaluate.report import write_report
     from shapeserve.evaluate.session import Options, evaluate
 
     if report is not None:

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import plotly.graph_objects as go
-
 from shapeserve.amortize import net_gain_s
 from shapeserve.evaluate.account import Account
 from shapeserve.evaluate.latency import Latency
 from shapeserve.evaluate.result import Arm, Evaluation, Scope
+from shapeserve.page import BLUE, GREEN, GREY, VERMILION, new_figure
 
-# Okabe and Ito's colours, which colour-blind readers tell apart.
 _COLOUR = {
-    Arm.EAGER: "#999999",
-    Arm.COMPILED: "#0072B2",
-    Arm.CAPTURED: "#009E73",
-    Arm.SPECIALIZED: "#D55E00",
+    Arm.EAGER: GREY,
+    Arm.COMPILED: BLUE,
+    Arm.CAPTURED: GREEN,
+    Arm.SPECIALIZED: VERMILION,
 }
 _CALLS = tuple(10 ** (i / 4) for i in range(4 * 8 + 1))  # 1 to 10^8
 _TITLES = {
@@ -42,7 +40,7 @@ def figures(found: Evaluation, sums: Account) -> Iterator[Any]:
 
 def _latencies(found: Evaluation, scope: Scope, title: str) -> Any:
     """Points, not bars: a logarithmic axis has no 0 for bars to stand on."""
-    figure = _figure(title, "milliseconds")
+    figure = new_figure(title, "milliseconds")
     for arm, there in _measured(found, scope):
         medians = [latency.median_s * 1e3 for latency in there.values()]
         beyond = [(t.p99_s - t.median_s) * 1e3 for t in there.values()]
@@ -61,7 +59,7 @@ def _latencies(found: Evaluation, scope: Scope, title: str) -> Any:
 
 
 def _first_calls(found: Evaluation) -> Any:
-    figure = _figure("The first call of the module (diamond) and the later ones", "seconds")
+    figure = new_figure("The first call of the module (diamond) and the later ones", "seconds")
     for arm, there in _measured(found, Scope.MODULE):
         for name, symbol, seconds in (
             ("first", "diamond", [latency.first.seconds for latency in there.values()]),
@@ -81,7 +79,7 @@ def _first_calls(found: Evaluation) -> Any:
 
 
 def _net_gain(sums: Account) -> Any:
-    figure = _figure("Seconds won after so many calls (below 0: lost)", "seconds", "calls")
+    figure = new_figure("Seconds won after so many calls (below 0: lost)", "seconds", "calls")
     for gain in sums.compiling:
         figure.add_scatter(name=gain.what, x=_CALLS, y=[gain.net_s(int(n)) for n in _CALLS])
     for shape in sums.shapes:
@@ -100,7 +98,9 @@ def _net_gain(sums: Account) -> Any:
 
 
 def _strategies(sums: Account) -> Any:
-    figure = _figure("Seconds from a cold start for so many calls of the mix", "seconds", "calls")
+    figure = new_figure(
+        "Seconds from a cold start for so many calls of the mix", "seconds", "calls"
+    )
     for strategy in (sums.dynamic, sums.special):
         if strategy is not None:
             totals = [strategy.total_s(int(n)) for n in _CALLS]
@@ -111,7 +111,7 @@ def _strategies(sums: Account) -> Any:
 
 
 def _launches(found: Evaluation, sums: Account) -> Any:
-    figure = _figure("Kernels of a call and the time between them", "% of the eager call")
+    figure = new_figure("Kernels of a call and the time between them", "% of the eager call")
     labels: list[str] = []
     runs: list[str] = []
     busy: list[float] = []
@@ -138,17 +138,3 @@ def _measured(found: Evaluation, scope: Scope) -> Iterator[tuple[Arm, dict[str, 
         there = {bucket: latency for bucket, latency in took.items() if latency is not None}
         if there:
             yield arm, there
-
-
-def _figure(title: str, y: str, x: str = "") -> Any:
-    figure = go.Figure()
-    figure.update_layout(
-        title=title,
-        template="plotly_white",
-        height=420,
-        margin={"l": 70, "r": 20, "t": 60, "b": 60},
-        legend={"orientation": "h", "y": -0.25},
-    )
-    figure.update_yaxes(title=y)
-    figure.update_xaxes(title=x)
-    return figure

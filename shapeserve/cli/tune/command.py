@@ -12,7 +12,7 @@ from shapeserve.cli.tune.apply import applier, apply_options, check_apply, print
 from shapeserve.cli.tune.bounds import bound_options
 from shapeserve.cli.tune.fitting import fit_options, fit_request
 from shapeserve.cli.tune.inputs import input_options, read_input
-from shapeserve.cli.tune.output import output_options, write_outputs
+from shapeserve.cli.tune.output import check_outputs, output_options, write_outputs
 from shapeserve.cli.tune.watch import watch, watch_options
 from shapeserve.tuning import propose
 
@@ -31,6 +31,7 @@ def tune_command(**given: Any) -> None:
     Examples:
       shapeserve tune --trace trace.csv.gz
       shapeserve tune --trace trace.csv.gz -k 8 --max-length 512 --out policy.yaml
+      shapeserve tune --trace trace.csv.gz --report report.html
       shapeserve tune --trace images.csv.gz -k 16 --align 8
       shapeserve tune --trace trace.csv.gz --objective seconds --costs costs.json --json -
       shapeserve tune --trace trace.csv.gz --costs costs.json --max-variants 48 --max-warmup-s 60
@@ -41,6 +42,7 @@ def tune_command(**given: Any) -> None:
       shapeserve tune --prometheus http://prometheus:9090 --model encoder --max-length 256 --watch
     """
     check_apply(given)
+    check_outputs(given)
     if given["watch"]:
         watch(given)
     elif given["yes"] or given["metrics_port"] is not None:
@@ -54,7 +56,7 @@ def _once(given: Mapping[str, Any]) -> None:
     read = read_input(given)
     with progress_bar("fitting") as on_step:
         proposal = propose(read.traffic, request, on_step)
-    write_outputs(given, read, proposal)
+    write_outputs(given, read, request, proposal)
     apply = applier(given)
     if apply is not None:
         print_applied(apply(read.model, proposal.policy()), given["json_target"])

@@ -12,25 +12,17 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from shapeserve.cli.common import json_option, write_json
-from shapeserve.cli.tune.bound_words import (
-    latency_cells,
-    print_bounds,
-    print_specialized,
-    slo_missed,
-)
+from shapeserve.cli.common import check_target, json_option, write_json
+from shapeserve.cli.tune.bound_words import latency_cells, print_specialized, slo_missed
 from shapeserve.cli.tune.inputs import Input
+from shapeserve.cli.tune.report import write_report
 from shapeserve.config import parse_policy
 from shapeserve.errors import ConfigError
-from shapeserve.tuning import Proposal
+from shapeserve.page import require_plotly
+from shapeserve.tuning import Proposal, Request
+from shapeserve.tuning.words import NAMES, headline, sentences
 
 _WIDTH = 110
-_NAMES = {
-    "default": "today's default",
-    "pow2": "powers of two",
-    "multiple_64": "multiples of 64",
-    "pad_to_max": "pad to the longest",
-}
 
 
 def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,18 +30,40 @@ def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
     out = click.option(
         "--out", metavar="POLICY.yaml", help="Write the `policy` block of the proposal."
     )
-    return out(json_option(command))
+    report = click.option(
+        "--report",
+        metavar="REPORT.html",
+        help="Write charts and simulated latencies as one HTML file; up to half a minute more.",
+    )
+    return out(report(json_option(command)))
 
 
-def write_outputs(given: Mapping[str, Any], read: Input, proposal: Proposal) -> None:
+def check_outputs(given: Mapping[str, Any]) -> None:
+    """Find out early that something cannot be written.
+
+    Args:
+        given: the values of all options of the command.
+    """
+    for option, target in (("--out", "out"), ("--report", "report"), ("--json", "json_target")):
+        check_target(option, given[target])
+    if given["report"] is not None:
+        if given["layout"] == "packed":
+            raise click.UsageError("--report draws padded rows; leave it out with --layout packed")
+        require_plotly()
+
+
+def write_outputs(
+    given: Mapping[str, Any], read: Input, request: Request, proposal: Proposal
+) -> None:
     """Write and print all that was asked for.
 
     Args:
         given: the values of all options of the command.
         read: what the proposal was made from.
+        request: what was asked for.
         proposal: the result.
     """
-    write_files(given, read, proposal)
+    write_files(given, read, request, proposal)
     if given["json_target"] is not None:
         write_json(_to_dict(read, proposal), given["json_target"])
     if given["json_target"] != "-":
@@ -63,10 +77,14 @@ def write_outputs(given: Mapping[str, Any], read: Input, proposal: Proposal) -> 
         raise click.ClickException(slo_missed(proposal))
 
 
-def write_files(given: Mapping[str, Any], read: Input, proposal: Proposal) -> None:
+def write_files(
+    given: Mapping[str, Any], read: Input, request: Request, proposal: Proposal
+) -> None:
     """Write the files that were asked for; ``--watch`` does so for each new proposal."""
     if given["out"] is not None:
         _write_policy(proposal, given["out"], read.source)
+    if given["report"] is not None:
+        write_report(read, request, proposal, given["report"])
 
 
 def _to_dict(read: Input, proposal: Proposal) -> dict[str, Any]:
@@ -99,44 +117,11 @@ def _write_policy(proposal: Proposal, path: str, source: str) -> None:
 
 
 def _print(console: Console, proposal: Proposal, *, ordered: bool) -> None:
-    proposed = proposal.proposed
-    halves = "halves by row order" if ordered else "a histogram has no order: halves at random"
-    console.print(f"{proposal.rows} rows, {' x '.join(proposal.axes)}; {halves}")
+    console.print(headline(proposal, ordered=ordered))
     console.print(_table(proposal))
-    for key, entries in proposed.buckets.items():
-        console.print(f"{key}: {', '.join(map(_written, entries))}")
-    if proposal.batches is not None:
-        console.print(f"batch: {', '.join(map(str, proposal.batches))}")
-    print_bounds(console, proposal)
+    for line in sentences(proposal):
+        console.print(line)
     print_specialized(console, proposal)
-    console.print(
-        f"as many {proposal.counted}, had the second half been known: "
-        f"{proposal.optimum_second_half:.1%}"
-    )
-    if proposal.limited_from is not None:
-        console.print(
-            f"{proposed.shapes} {proposal.counted} instead of {proposal.limited_from}: no more are "
-            "within the limits"
-        )
-    elif proposal.curve:
-        console.print(
-            f"{proposed.shapes} {proposal.counted}: no larger number took away 0.5 % more for each "
-            "further one, on rows within the first half that the fit had not seen"
-        )
-    if len(proposal.axes) == 2:
-        console.print(f"two axes are searched: no better one saves more than {proposal.gap:.2%}")
-    if proposal.guarded:
-        console.print(
-            f"{proposal.guarded:.1%} of rows would still be mostly padding and go to the fallback "
-            "(rare_shapes.max_padding_waste 0.6 by default); more row shapes avoid it"
-        )
-    if proposal.cost_source:
-        how = "simulated" if proposal.packed else "in full batches"
-        console.print(f"device-s: of the second half {how}; {proposal.cost_source}")
-
-
-def _written(entry: int | tuple[int, ...]) -> str:
-    return "x".join(map(str, entry)) if isinstance(entry, tuple) else str(entry)
 
 
 def _seconds(seconds: float) -> str:
@@ -153,10 +138,9 @@ def _table(proposal: Proposal) -> Table:
     played = ("p99 ms", "load") if proposal.proposed.p99_s is not None else ()
     for name in (proposal.counted, "first half", "second half", *timed, *played):
         table.add_column(name, justify="right")
-    named = {_NAMES[name]: scored for name, scored in proposal.compared.items()}
-    for name, scored in {**named, "proposed": proposal.proposed}.items():
+    for name, scored in {**proposal.compared, "proposed": proposal.proposed}.items():
         table.add_row(
-            name,
+            NAMES[name],
             str(scored.shapes),
             f"{scored.first_half:.1%}",
             f"{scored.second_half:.1%}",

@@ -166,7 +166,7 @@ class _Session:
 
     def write(self) -> None:
         """Write the files that were asked for, of the last proposal."""
-        write_files(self._given, self._read, self._proposal)
+        write_files(self._given, self._read, self._request, self._proposal)
 
 
 def _check(given: Mapping[str, Any]) -> None:

@@ -1,0 +1,95 @@
+"""A proposal as one HTML file: what it would change, where, and for which traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+
+from shapeserve import __version__
+from shapeserve.page import bullets, chart, page, table
+from shapeserve.tuning.charts import figures
+from shapeserve.tuning.loads import LoadPoint, Loads
+from shapeserve.tuning.request import Scored
+from shapeserve.tuning.study import Study
+from shapeserve.tuning.words import NAMES, headline, sentences
+
+
+def render(study: Study) -> str:
+    """Return the report as HTML."""
+    ordered = study.traffic.times_s is not None
+    body = (
+        f"<h1>{escape(study.source)}</h1>"
+        f'<p class="dim">{escape(headline(study.proposal, ordered=ordered))}</p>'
+        f"<h2>Before and after</h2>{_policies(study)}{bullets(sentences(study.proposal))}"
+        f"<h2>Charts</h2>{''.join(map(chart, figures(study)))}"
+        f"<h2>What the numbers hold for</h2>{bullets(_conditions(study))}"
+    )
+    return page(f"shapeserve tune: {study.source}", body)
+
+
+def _policies(study: Study) -> str:
+    """The table of all policies; latencies are those of the highest load that all can bear."""
+    numbers = ["row shapes", "padding, first half", "second half"]
+    if study.proposal.cost_source:
+        numbers.append("device-s")
+    load = None if study.loads is None else study.loads.common
+    if load is not None:
+        numbers += [f"p50 ms at {load:,.3g} rows/s", "p99 ms"]
+    rows = [
+        [NAMES[name], *_scores(scored), *(_latency(study.loads, name, load))]
+        for name, scored in study.named.items()
+    ]
+    return table(("policy",), numbers, rows)
+
+
+def _scores(scored: Scored) -> list[str]:
+    cells = [str(scored.shapes), f"{scored.first_half:.1%}", f"{scored.second_half:.1%}"]
+    return cells if scored.device_s is None else [*cells, f"{scored.device_s:,.1f}"]
+
+
+def _latency(loads: Loads | None, name: str, load: float | None) -> list[str]:
+    if loads is None or load is None:
+        return []
+    points: dict[float, LoadPoint] = {
+        point.rows_per_s: point for point in loads.points.get(name, ())
+    }
+    if load not in points:
+        return ["", ""]
+    return [f"{1e3 * points[load].p50_s:,.1f}", f"{1e3 * points[load].p99_s:,.1f}"]
+
+
+def _conditions(study: Study) -> Iterator[str]:
+    """Yield what was asked for and how the charts were made."""
+    asked, proposal = study.request, study.proposal
+    ends = ", ".join(f"{axis} {end}" for axis, end in proposal.ends.items())
+    number = "chosen by the traffic" if asked.shapes is None else f"at most {asked.shapes}"
+    yield (
+        f"shapeserve {__version__}; {asked.device}; least {asked.objective}; row shapes: {number}; "
+        f"sizes are multiples of {asked.align} and end at {ends}, to which longer rows are cut."
+    )
+    yield (
+        "The proposal is fitted to the first half of the rows and judged on the second, which the "
+        "bars and the table's seconds and latencies are about."
+    )
+    yield (
+        f"Costs: {proposal.cost_source}."
+        if proposal.cost_source
+        else "Costs are not known for these axes without --costs: neither seconds nor latencies."
+    )
+    if proposal.cost_source:
+        yield _played(study)
+
+
+def _played(study: Study) -> str:
+    loads = study.loads
+    if loads is None:
+        return "No latencies: the traffic has no times."
+    cut = f" There was no time for {loads.left_out} further loads." if loads.left_out else ""
+    return (
+        f"Latencies: the first {loads.rows:,} rows of the second half, recorded at "
+        f"{loads.recorded_per_s:,.3g} rows/s, in their rhythm but faster or slower, through the "
+        f"service's own batcher on a virtual clock: one replica, batches of at most "
+        f"{study.max_batch_tokens:,} elements, no row in the fallback. Tokenising, the network and "
+        f"Python take no time there. A line ends where the device would be busy for 98 % and more."
+        f"{cut}"
+    )
