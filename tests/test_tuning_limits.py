@@ -84,6 +84,13 @@ def test_a_start_is_what_is_fixed_and_every_variant() -> None:
     assert variant_costs(points=no_graphs).warmup_s([one]) == pytest.approx(20.228, rel=1e-6)
 
 
+def test_a_start_with_the_measured_buckets_takes_what_was_measured() -> None:
+    odd = (VariantPoint(sizes(8, 128), 5.0), VariantPoint(sizes(2, 64), 0.1))
+    costs = variant_costs(points=(*odd, VariantPoint(sizes(2, 8), 1.0)))
+    buckets = [dict(point.sizes) for point in costs.points]
+    assert costs.warmup_s(buckets) == pytest.approx(20 + 6.1)
+
+
 def test_graphs_take_what_the_largest_needs_and_a_little_for_each_other() -> None:
     costs = variant_costs()
     largest, small = {"batch": 8, "seq": 128}, {"batch": 2, "seq": 8}
@@ -182,8 +189,10 @@ def test_as_many_row_shapes_as_the_limit_allows_are_proposed() -> None:
     for most in (12, 18, 30):
         found = propose(rows, Request(12, max_length=128, cost=COST, limits=Limits(most)))
         assert found.proposed.shapes == most // 6  # batches of 1, 2, 4, 8, 16 and 32 rows
+        assert found.limited_from == 12
     fewer = Request(12, max_length=128, cost=COST, limits=Limits(12), batches=(4,))
     assert propose(rows, fewer).proposed.shapes == 12
+    assert propose(rows, fewer).limited_from is None
 
 
 def test_variants_of_one_row_are_not_counted_where_one_row_is_padded_to_two() -> None:
@@ -462,6 +471,7 @@ def test_tune_says_what_the_variants_take(arrivals: Path, tmp_path: Path) -> Non
     result = run(*arguments, "--max-variants", "20", "--max-graph-mb", "60", "--max-warmup-s", "90")
     assert result.exit_code == 0, result.output
     assert "variants: 20" in result.stdout
+    assert "no more are within the limits" in result.stdout
     assert "MiB of graphs" in result.stdout
     assert "a start from an empty compile cache" in result.stdout.replace("\n", " ")
 
@@ -538,6 +548,7 @@ BAD = {
     "graphs unknown": (("--max-graph-mb", "5"), "shapeserve profile"),
     "warm-up unknown": (("--max-warmup-s", "5"), "shapeserve profile"),
     "special unknown": (("--horizon-s", "60"), "shapeserve profile CONFIG.yaml --specialized 3"),
+    "packed report": (("--layout", "packed", "--report", "r.html"), "--report draws padded rows"),
     "too few": (("--max-variants", "2"), "even 1 row shapes would be 6 variants"),
 }
 

@@ -45,6 +45,7 @@ class Proposal:
         footprint: what the proposed variants take; None if a policy may not have so many.
         p99_first_half_s: simulated latency of the rows that were fitted to, with that objective.
         slo_s: the bound that was asked for.
+        limited_from: number of row shapes without the limits; None if they took none away.
         specialized: buckets that the second half used, and whether a program of their own pays;
             empty unless a horizon was given.
     """
@@ -64,6 +65,7 @@ class Proposal:
     footprint: Footprint | None = None
     p99_first_half_s: float | None = None
     slo_s: float | None = None
+    limited_from: int | None = None
     specialized: tuple[Specialization, ...] = ()
 
     @property
@@ -122,6 +124,7 @@ class Proposal:
                 "unseen_waste_by_shapes": {str(k): v for k, v in self.curve.items()},
                 "guarded_rows": self.guarded,
                 "batch": None if self.batches is None else list(self.batches),
+                "shapes_without_limits": self.limited_from,
                 "footprint": None if self.footprint is None else self.footprint.to_dict(),
                 **self._latency(named),
                 "specialize": [each.to_dict() for each in self.specialized],
@@ -173,15 +176,25 @@ def propose(
         optimum_second_half=waste(task.second, known[choice.number].buckets),
         gap=choice.fit.gap,
         curve=choice.curve,
-        predicted={TOKENS: proposed.second_half} if packed else waste_by_axis(task.second, buckets),
+        predicted={} if packed else waste_by_axis(task.second, buckets),
         guarded=0.0 if packed else guarded(task.second, buckets),
         cost_source=None if task.cost is None else task.cost.source,
         batches=choice.batches,
         footprint=choice.footprint,
         p99_first_half_s=choice.p99_s,
         slo_s=request.slo_s,
+        limited_from=choice.wanted if choice.wanted != choice.number else None,
         specialized=_specialized(task, choice),
     )
+
+
+def _specialized(task: Task, choice: Choice) -> tuple[Specialization, ...]:
+    """Weigh specialising the proposed buckets, on the rows that the fit had not seen."""
+    cost, horizon_s = task.cost, task.request.horizon_s
+    if horizon_s is None or cost is None:
+        return ()
+    outcome = task.play(choice.fit.buckets, choice.batches, second=True)
+    return specializations(outcome, cost, specialized_points(cost), horizon_s)
 
 
 def by_number(
@@ -190,6 +203,8 @@ def by_number(
     on_step: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[int, Scored]:
     """Return what each number of row shapes up to ``MAX_SHAPES`` would do to both halves.
+
+    Nothing is simulated: with the objective ``p99`` the sizes are those of the least seconds.
 
     Args:
         traffic: as for :func:`propose`.
@@ -200,23 +215,14 @@ def by_number(
     Raises:
         ConfigError: as for :func:`propose`.
     """
+    if request.objective == "p99":
+        request = replace(request, objective="seconds")
     task = PaddedTask.of(traffic, request)
     numbers = sorted({*range(1, MAX_SHAPES + 1), request.shapes or 1})
     steps = Steps(on_step)
     steps.expect(len(numbers))
     fits = fit(task.first, task.rules, numbers, steps)
-    # Latencies are for a few loads, not for every number.
-    quick = replace(task, request=replace(request, objective="padding"))
-    return {number: quick.score(found.buckets) for number, found in fits.items()}
-
-
-def _specialized(task: Task, choice: Choice) -> tuple[Specialization, ...]:
-    """Weigh specialising the proposed buckets, on the rows that the fit had not seen."""
-    cost, horizon_s = task.cost, task.request.horizon_s
-    if horizon_s is None or cost is None:
-        return ()
-    outcome = task.play(choice.fit.buckets, choice.batches, second=True)
-    return specializations(outcome, cost, specialized_points(cost), horizon_s)
+    return {number: task.score(found.buckets) for number, found in fits.items()}
 
 
 def guarded(traffic: Traffic, buckets: Buckets, rule: RareShape | None = None) -> float:

@@ -45,7 +45,8 @@ class Choice:
     """The buckets that are proposed.
 
     Attributes:
-        number: of row shapes that were asked for.
+        number: of row shapes that the fit was allowed.
+        wanted: number of row shapes without limits.
         fit: the buckets.
         batches: sizes along ``batch``; None: what the device gets by default.
         footprint: what their variants take; None if a policy may not have so many.
@@ -55,6 +56,7 @@ class Choice:
     """
 
     number: int
+    wanted: int
     fit: Fit
     batches: Batches
     footprint: Footprint | None
@@ -85,6 +87,7 @@ def choose(task: Task, steps: Steps) -> Choice:
         steps.expect(len(numbers))
         number, curve = choose_number(task.first, task.rules, numbers, steps)
     steps.expect(1)
+    wanted = number
     made = fit(task.first, task.rules, [number], steps)[number]
     found = _footprint(task, made, batches)
     if not _allowed(task, found):
@@ -93,7 +96,7 @@ def choose(task: Task, steps: Steps) -> Choice:
         if not kept:
             raise ConfigError(_nothing(task, batches))
         number, made, found = kept[-1]
-    return Choice(number, made, batches, found, curve=curve)
+    return Choice(number, wanted, made, batches, found, curve=curve)
 
 
 def choose_number(
@@ -185,7 +188,7 @@ def _by_latency(task: Task, steps: Steps) -> Choice:
         steps.expect(len(kept))
         for number, made, footprint in kept:
             p99_s = task.play(made.buckets, batches, second=False).latency_s(99)
-            played.append(Choice(number, made, batches, footprint, p99_s))
+            played.append(Choice(number, number, made, batches, footprint, p99_s))
             steps()
         if played and request.limits.free:
             best = _best(played, request.slo_s).number

@@ -24,7 +24,6 @@ from shapeserve.tuning.stand_in import policy_of, stand_in
 # 15 % more, and a GPU writes one batch while it works on another.
 _SINGLE_PAYS_FROM = 1.15
 _SLOTS: Mapping[Device, int] = {"cpu": 1, "cuda": 2}
-_ENDLESS = 10**15
 _TYPICAL_SIZE = 40  # of the row that the engine measures this with
 
 

@@ -99,8 +99,9 @@ class VariantCosts:
         return largest * max(areas) + each * (len(areas) - 1)
 
     def _line(self, measured: Sequence[tuple[SizeItems, float]]) -> tuple[float, float]:
-        """Fit seconds of a variant, and of each of its padded elements."""
-        areas = [float(math.prod(size for _, size in sizes)) for sizes, _ in measured]
-        terms = np.array([[1.0, area] for area in areas])
-        each, element = fit_factors(terms, np.array([seconds for _, seconds in measured]))
-        return each, element
+        """Fit seconds of a variant and of each of its elements; their sum is as measured."""
+        areas = np.array([float(math.prod(size for _, size in sizes)) for sizes, _ in measured])
+        seconds = np.array([seconds for _, seconds in measured])
+        each, element = fit_factors(np.stack([np.ones(len(areas)), areas], axis=1), seconds)
+        scale = float(seconds.sum() / (each * len(areas) + element * areas.sum()))
+        return each * scale, element * scale

@@ -7,32 +7,8 @@ from rich.console import Console
 from rich.table import Table
 
 from shapeserve.tuning import Proposal, Scored
-from shapeserve.tuning.limits import MIB
 
 _SHOWN = 12  # buckets that the table shows
-_SATURATED = 0.98  # busier than this a queue grows as long as rows come
-
-
-def print_bounds(console: Console, proposal: Proposal) -> None:
-    """Say what the variants take, and whether one device keeps up."""
-    if (found := proposal.footprint) is not None:
-        parts = [f"variants: {found.variants}"]
-        if found.graph_bytes is not None:
-            parts.append(f"about {found.graph_bytes / MIB:.1f} MiB of graphs")
-        if found.warmup_s is not None:
-            parts.append(f"a start from an empty compile cache of about {found.warmup_s:.1f} s")
-        console.print(", ".join(parts))
-    if proposal.p99_first_half_s is not None:
-        console.print(
-            f"p99: of the second half, simulated at the rate of the trace; "
-            f"{1e3 * proposal.p99_first_half_s:,.1f} ms on the first half, which chose"
-        )
-    if (proposal.proposed.load or 0.0) > _SATURATED:
-        console.print(
-            f"load {proposal.proposed.load:.2f}: rows come faster than one device serves them, so "
-            "that the latency is about the length of the trace; a lower --speed says what each of "
-            "several replicas would do"
-        )
 
 
 def print_specialized(console: Console, proposal: Proposal) -> None:

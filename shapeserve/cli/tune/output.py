@@ -13,12 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shapeserve.cli.common import check_target, json_option, write_json
-from shapeserve.cli.tune.bound_words import (
-    latency_cells,
-    print_bounds,
-    print_specialized,
-    slo_missed,
-)
+from shapeserve.cli.tune.bound_words import latency_cells, print_specialized, slo_missed
 from shapeserve.cli.tune.inputs import Input
 from shapeserve.cli.tune.report import write_report
 from shapeserve.config import parse_policy
@@ -26,6 +21,8 @@ from shapeserve.errors import ConfigError
 from shapeserve.page import require_plotly
 from shapeserve.tuning import Proposal, Request
 from shapeserve.tuning.words import NAMES, headline, sentences
+
+_WIDTH = 110
 
 
 def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,7 +48,7 @@ def check_outputs(given: Mapping[str, Any]) -> None:
         check_target(option, given[target])
     if given["report"] is not None:
         if given["layout"] == "packed":
-            raise click.UsageError("--report shows padded rows; leave out --layout packed, or it")
+            raise click.UsageError("--report draws padded rows; leave it out with --layout packed")
         require_plotly()
 
 
@@ -71,6 +68,8 @@ def write_outputs(
         write_json(_to_dict(read, proposal), given["json_target"])
     if given["json_target"] != "-":
         console = Console(highlight=False)
+        if not console.is_terminal:  # 80 columns there, and the tables need more
+            console = Console(highlight=False, width=_WIDTH)
         _print(console, proposal, ordered=read.traffic.times_s is not None)
         if read.note:
             console.print(read.note)
@@ -122,7 +121,6 @@ def _print(console: Console, proposal: Proposal, *, ordered: bool) -> None:
     console.print(_table(proposal))
     for line in sentences(proposal):
         console.print(line)
-    print_bounds(console, proposal)
     print_specialized(console, proposal)
 
 
