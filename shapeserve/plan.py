@@ -90,7 +90,7 @@ def plan(config: ModelConfig, device: Device, lengths: Lengths | None = None) ->
     grid = planned_grid(config, spec, device)
     why = _why(config, spec, device) if BATCH in grid.axes else _why_packed(config)
     expected = None if lengths is None else expect(config, spec, grid, lengths)
-    tier, eager = _tier(config, device), config.compile.tier == "eager_graph"
+    tier, eager = planned_tier(config, device), config.compile.tier == "eager_graph"
     graph_bytes = _graph_bytes(spec, grid, eager=eager) if tier is Tier.GRAPH else None
     return Plan(spec.name, device, tier, grid, why, expected, eager, graph_bytes)
 
@@ -124,7 +124,12 @@ def _graph_bytes(spec: ModelSpec, grid: Grid, *, eager: bool) -> int | None:
     return largest * spec.embedding_dim * element * states
 
 
-def _tier(config: ModelConfig, device: Device) -> Tier:
+def planned_tier(config: ModelConfig, device: Device) -> Tier:
+    """Return the tier that the variants are meant to have.
+
+    Raises:
+        ConfigError: it does not exist on the device.
+    """
     wanted = config.compile.tier
     if wanted == "auto":
         return Tier.GRAPH if device == "cuda" else Tier.COMPILED

@@ -26,7 +26,7 @@ MAX_AXIS_SIZES = 512
 MAX_BUCKETS = 4096
 # 66 = 9 seq x 8 batch sizes within 8192 tokens; captured in 4.3 s on an H200.
 MAX_DEFAULT_BUCKETS: Mapping[Device, int] = {"cpu": 256, "cuda": 66}  # cpu: arbitrary
-_BATCHES: Mapping[Device, tuple[int, ...]] = {
+BATCHES: Mapping[Device, tuple[int, ...]] = {
     "cpu": (1, 2, 4, 8, 16, 32),
     "cuda": (1, 2, 4, 8, 16, 32, 64, 128),
 }
@@ -209,7 +209,7 @@ def default_policy(
         given: axes that are decided already and kept as they are.
         min_sizes: axis -> smallest size of its buckets, 1 where it is not there.
     """
-    policy = {BATCH: AxisPolicy(explicit=_BATCHES[device]), **(given or {})}
+    policy = {BATCH: AxisPolicy(explicit=BATCHES[device]), **(given or {})}
     missing = [axis for axis in max_sizes if policy_of(policy, axis) is None]
     if not missing:
         return policy

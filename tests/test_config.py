@@ -22,6 +22,7 @@ from shapeserve.config import (
     model_directory,
     parse_policy,
 )
+from shapeserve.config.docs import render_docs
 from shapeserve.errors import ConfigError
 
 MODULE: dict[str, Any] = {
@@ -524,6 +525,13 @@ def test_every_field_says_effect_unit_and_default() -> None:
     for name, field in fields(json_schema()):
         assert "(unit: " in field.get("description", ""), name
         assert "default: " in field["description"] or "required)" in field["description"], name
+
+
+def test_the_page_of_the_configuration_is_current_and_has_every_key() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "configuration.md").read_text()
+    assert page == render_docs(), "run: python -m shapeserve.config > docs/configuration.md"
+    for name, _ in fields(json_schema()):
+        assert f"\n| `{name.split('.')[1]}` |" in page
 
 
 def test_the_schema_knows_keys_by_their_yaml_names_and_refuses_others() -> None:

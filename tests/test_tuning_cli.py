@@ -255,6 +255,56 @@ def test_a_tuned_policy_is_simulated_as_it_was_written(tmp_path: Path, service: 
     assert outcome["fallbacks"]["over_max"] > 0
 
 
+def toy_costs(path: Path, **conditions: str) -> Path:
+    """Costs of ``toy``, measured as it is configured unless said otherwise."""
+    stated = {"model": "toy", "dtype": "float32", "layout": "padded", "device_kind": "cpu"}
+    points = tuple(CostPoint((("batch", n), ("seq", 8 * n)), 0.01 * n) for n in (1, 2, 4))
+    CostTable({**stated, **conditions}, ("batch", "seq"), points).write(path)
+    return path
+
+
+def test_simulate_takes_costs_of_the_model_in_use(
+    service: Path, arrivals: Path, tmp_path: Path
+) -> None:
+    costs = toy_costs(tmp_path / "costs.json", torch="2.13", threads="7")
+    arguments = ("simulate", service, "--model", "toy", "--trace", arrivals, "--json", "-")
+    result = run(*arguments, "--costs", costs)
+    assert "measured: 3 batches" in json.loads(result.stdout)["cost"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "here"),
+    [
+        ("model", "another", "toy"),
+        ("dtype", "bfloat16", "float32"),
+        ("layout", "packed", "padded"),
+        ("tier", "eager", "compiled"),
+        ("device_kind", "cuda", "cpu"),
+    ],
+)
+def test_simulate_refuses_costs_that_were_measured_for_something_else(
+    key: str, value: str, here: str, service: Path, arrivals: Path, tmp_path: Path
+) -> None:
+    costs = toy_costs(tmp_path / "costs.json", **{key: value})
+    arguments = ("simulate", service, "--model", "toy", "--trace", arrivals)
+    result = run(*arguments, "--costs", costs)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"costs.json: measured for {key} {value!r}, here it is {here!r}" in result.stderr
+    assert "shapeserve profile CONFIG.yaml" in result.stderr
+
+
+def test_simulate_refuses_costs_along_other_axes(
+    service: Path, arrivals: Path, tmp_path: Path
+) -> None:
+    costs = tmp_path / "costs.json"
+    point = CostPoint((("batch", 1), ("frames", 8)), 0.01)
+    CostTable({}, ("batch", "frames"), (point,)).write(costs)
+    arguments = ("simulate", service, "--model", "toy", "--trace", arrivals)
+    result = run(*arguments, "--costs", costs)
+    assert result.exit_code == 2
+    assert "measured along batch, frames, the batches here have batch, seq" in result.stderr
+
+
 def test_simulate_asks_which_of_several_models(service: Path, arrivals: Path) -> None:
     result = run("simulate", service, "--trace", arrivals)
     assert result.exit_code == 2

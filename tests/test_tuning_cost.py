@@ -103,6 +103,55 @@ def test_the_fingerprint_follows_conditions_and_axes_but_not_the_numbers() -> No
     assert table().fingerprint != other.fingerprint
 
 
+def test_a_table_without_the_later_parts_is_still_read() -> None:
+    data = table().to_dict()
+    assert set(data) == {"version", "fingerprint", "conditions", "axes", "points"}
+    assert set(data["points"][0]) == {"sizes", "seconds", "bytes"}
+    assert CostTable.from_dict(data).variants is None
+
+
+def packed_points(noise: float = 0.0) -> list[CostPoint]:
+    """Batches of rows of 16 and of 256 tokens."""
+    points = []
+    for i, tokens in enumerate((256, 1024, 4096)):
+        for length in (16, 256):
+            pairs = float(tokens * length)
+            seconds = TRUE.seconds({"tokens": tokens}, pairs) * (1 + noise * (-1) ** i)
+            points.append(CostPoint((("tokens", tokens),), seconds, None, pairs))
+    return points
+
+
+def test_packed_batches_of_short_and_long_rows_give_what_a_pair_costs() -> None:
+    packed = CostTable({}, ("tokens",), tuple(packed_points()))
+    assert packed.formula.quadratic_s == pytest.approx(TRUE.quadratic_s, rel=1e-6)
+    for tokens, length in ((512, 64), (2048, 128), (4096, 16)):
+        pairs = float(tokens * length)
+        expected = TRUE.seconds({"tokens": tokens}, pairs)
+        assert packed.seconds({"tokens": tokens}, pairs) == pytest.approx(expected, rel=1e-6)
+    typical = packed.seconds({"tokens": 1024})
+    least, most = (packed.seconds({"tokens": 1024}, 1024.0 * n) for n in (16, 256))
+    assert least < typical < most
+
+
+def test_a_measured_packed_batch_costs_what_was_measured() -> None:
+    points = packed_points(noise=0.1)
+    packed = CostTable({}, ("tokens",), tuple(points))
+    for point in points:
+        assert packed.seconds(dict(point.sizes), point.pairs) == pytest.approx(point.seconds)
+
+
+def test_the_error_at_held_out_batches_is_that_of_a_table_without_them() -> None:
+    noisy = table(noise=0.1)
+    known = CostTable(CONDITIONS, noisy.axes, noisy.points[:6])
+    found = known.check(noisy.points[6:])
+    off = [abs(known.seconds(dict(p.sizes)) / p.seconds - 1) for p in noisy.points[6:]]
+    assert found.worst_error == pytest.approx(max(off))
+    assert found.sizes == tuple(p.sizes for p in noisy.points[6:])
+    held = CostTable(CONDITIONS, noisy.axes, noisy.points, held_out=found)
+    assert f"{found.worst_error:.1%} (worst) at 3 held out" in held.source
+    assert CostTable.from_dict(held.to_dict()) == held
+
+
 BAD = {
     "no json": (lambda d: "{", r"costs.json: cannot be read"),
     "no points": (lambda d: {**d, "points": []}, r"points"),
@@ -110,6 +159,18 @@ BAD = {
     "negative seconds": (
         lambda d: {**d, "points": [{"sizes": {"batch": 1, "seq": 1}, "seconds": -1.0}]},
         r"points\[0\].seconds: got -1.0",
+    ),
+    "variant without seconds": (
+        lambda d: {
+            **d,
+            "variants": {
+                "fixed_s": 1.0,
+                "compile_s": {},
+                "min_batch": 1,
+                "points": [{"sizes": {"batch": 1, "seq": 1}, "verify_s": 0.0}],
+            },
+        },
+        r"variants.points\[0\].verify_s: got 0.0",
     ),
     "other axes": (
         lambda d: {**d, "points": [{"sizes": {"tokens": 1}, "seconds": 1.0}]},

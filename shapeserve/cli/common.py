@@ -12,8 +12,9 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from shapeserve.config import ServeConfig
+from shapeserve.config import ModelConfig, ServeConfig
 from shapeserve.errors import ConfigError
+from shapeserve.models.describe import describe
 
 config_argument = click.argument("config_path", metavar="[CONFIG.yaml]", required=False)
 model_option = click.option(
@@ -70,6 +71,22 @@ def load_config(config_path: str | None, model: str | None, name: str | None = N
     if name is not None:
         raise click.UsageError("--name goes with --model; in CONFIG.yaml it is models[].name")
     return ServeConfig.from_yaml(str(config_path))
+
+
+def choose_model(config: ServeConfig, name: str | None, option: str) -> ModelConfig:
+    """Return the model of this name, or the only one.
+
+    Raises:
+        ConfigError: there is no such model, or several and no name.
+    """
+    named = {describe(model).name: model for model in config.models}
+    chosen = [model for own, model in named.items() if name in (None, own)]
+    if len(chosen) != 1:
+        raise ConfigError(
+            f"{option} {name or 'not given'}: {len(chosen)} models match; choose one of "
+            f"{', '.join(named)}"
+        )
+    return chosen[0]
 
 
 def write_json(data: Any, target: str) -> None:

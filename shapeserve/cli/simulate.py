@@ -7,10 +7,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from shapeserve.cli.common import json_option, progress_bar, write_json
+from shapeserve.buckets import TOKENS
+from shapeserve.cli.common import choose_model, json_option, progress_bar, write_json
 from shapeserve.config import ModelConfig, ServeConfig
-from shapeserve.errors import ConfigError
-from shapeserve.models.describe import describe
 from shapeserve.policy import Device
 from shapeserve.traces import read_traffic
 from shapeserve.tuning import (
@@ -22,6 +21,7 @@ from shapeserve.tuning import (
     Served,
     simulate,
 )
+from shapeserve.tuning.conditions import check_axes, check_conditions, conditions_of
 
 _MOST_BATCHES = 12  # buckets that the table shows, those with the most batches
 
@@ -79,10 +79,9 @@ def simulate_command(
       shapeserve simulate --trace trace.csv.gz service.yaml --speed 20 --costs costs.json --json -
     """
     config = ServeConfig.from_yaml(config_path)
-    model = _choose(config, name)
+    model = choose_model(config, name, "--model")
     kind: Device = device or ("cuda" if model.device == "cuda" else "cpu")
-    cost = ANALYTIC[kind] if costs is None else CostTable.read(costs)
-    served = Served.from_config(model, kind, cost)
+    served = _served(model, kind, costs)
     with progress_bar("simulating") as on_step:
         outcome = simulate(
             served,
@@ -93,7 +92,12 @@ def simulate_command(
             seed=seed,
             on_step=on_step,
         )
-    about = {"model": served.spec.name, "device": kind, "cost": cost.source, "routing": routing}
+    about = {
+        "model": served.spec.name,
+        "device": kind,
+        "cost": served.cost.source,
+        "routing": routing,
+    }
     if json_target is not None:
         write_json({**about, "speed": speed, **outcome.to_dict()}, json_target)
     if json_target != "-":
@@ -103,18 +107,20 @@ def simulate_command(
         )
         console.print(_table(outcome))
         console.print(_batches(outcome))
-        console.print(f"device time is {cost.source}; other time is not simulated")
+        console.print(f"device time is {served.cost.source}; other time is not simulated")
 
 
-def _choose(config: ServeConfig, name: str | None) -> ModelConfig:
-    named = {describe(model).name: model for model in config.models}
-    chosen = [model for own, model in named.items() if name in (None, own)]
-    if len(chosen) != 1:
-        raise ConfigError(
-            f"--model {name or 'not given'}: {len(chosen)} models match; choose one of "
-            f"{', '.join(named)}"
-        )
-    return chosen[0]
+def _served(model: ModelConfig, kind: Device, costs: str | None) -> Served:
+    """Build what is simulated; measured costs must be of this very model, as it is configured."""
+    if costs is None:
+        return Served.from_config(model, kind, ANALYTIC[kind])
+    table = CostTable.read(costs)
+    min_batch = table.variants.min_batch if table.variants else None
+    served = Served.from_config(model, kind, table, min_batch=min_batch)
+    packed = TOKENS in served.grid.axes
+    check_conditions(table, conditions_of(model, served.spec, kind, packed=packed), costs)
+    check_axes(table, served.grid.axes)
+    return served
 
 
 def _table(outcome: Outcome) -> Table:

@@ -249,6 +249,7 @@ class VariantSet:
         self._graph_bytes = graph_bytes
         self._sealed = False
         self._pool = GraphPool(device) if programs.tier is Tier.GRAPH else None
+        self._grown: dict[Bucket, int] = {}
         self._variants: dict[Bucket, Variant] = {}
         for bucket in grid.buckets:
             self._variants[bucket] = self._base(bucket)
@@ -271,6 +272,11 @@ class VariantSet:
         """Memory reserved by the captures, 0 without graphs."""
         return self._pool.bytes if self._pool else 0
 
+    @property
+    def captured_bytes(self) -> Mapping[Bucket, int]:
+        """Captured bucket -> what its capture added to that memory, in the order of capture."""
+        return self._grown
+
     def capture(self, bucket: Bucket, inputs: tuple[torch.Tensor, ...]) -> bool:
         """Raise the variant of ``bucket`` to ``graph``, unless the memory budget is used up.
 
@@ -282,10 +288,12 @@ class VariantSet:
         self._check_open("capture")
         if self._pool is None:
             return False
-        if self._graph_bytes is not None and self._pool.bytes >= self._graph_bytes:
+        before = self._pool.bytes
+        if self._graph_bytes is not None and before >= self._graph_bytes:
             return False
         variant = self._variants[bucket]
         run = self._pool.capture(variant.run, inputs)
+        self._grown[bucket] = self._pool.bytes - before
         self._variants[bucket] = replace(variant, tier=Tier.GRAPH, run=run)
         return True
 

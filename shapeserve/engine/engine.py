@@ -44,6 +44,7 @@ from shapeserve.metrics import CompilePhase, DropReason, Metrics, SwapResult
 from shapeserve.models.spec import ModelSpec, TextPair
 from shapeserve.runner import Flight, ModelRunner
 from shapeserve.warmup import (
+    Probe,
     WarmupContext,
     WarmupProgress,
     launch_overhead,
@@ -228,6 +229,11 @@ class Engine:
     def runner(self) -> ModelRunner:
         """What runs batches on the grid that serves now; for use through :meth:`on_device`."""
         return self._ready_parts().runner
+
+    @property
+    def probe(self) -> Probe:
+        """Makes random rows of the model; for use through :meth:`on_device`."""
+        return self._ready_parts().probe
 
     def compile_record(self) -> CompileRecord:
         """Return what was compiled, and what serves of that."""

@@ -1,4 +1,4 @@
 """What compiling is worth: measurements of a model, and what they add up to.
 
-``amortize`` is arithmetic alone; ``session`` measures; ``report`` draws.
+``session`` measures, ``account`` adds up, ``report`` draws.
 """

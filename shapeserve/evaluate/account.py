@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shapeserve.evaluate.amortize import (
+from shapeserve.amortize import (
     BreakCost,
     Fusion,
     Launches,

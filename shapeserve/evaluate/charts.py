@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from shapeserve.amortize import net_gain_s
 from shapeserve.evaluate.account import Account
-from shapeserve.evaluate.amortize import net_gain_s
 from shapeserve.evaluate.latency import Latency
 from shapeserve.evaluate.result import Arm, Evaluation, Scope
 from shapeserve.page import BLUE, GREEN, GREY, VERMILION, new_figure

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +17,7 @@ from shapeserve.evaluate.reference import Case
 from shapeserve.evaluate.result import Arm, CompileCost, Row, Scope, Start
 from shapeserve.evaluate.start import Counts
 from shapeserve.evaluate.timing import Timing, time_calls, timed
-from shapeserve.layout import Forward
+from shapeserve.layout import Forward, RowArrays
 from shapeserve.metrics import CompilePhase, Metrics, Tier
 from shapeserve.runner import ModelRunner
 from shapeserve.warmup import Probe, compile_program
@@ -119,7 +119,7 @@ class ModuleBench:
             return self._compiled(case)
         if arm is Arm.CAPTURED:
             return self._captured(case)
-        return self._specialized(case, tuple(inputs))
+        return self._specialized(case)
 
     def _eager(self, case: Case, inputs: Sequence[torch.Tensor]) -> _Ready:
         runner = self._runner
@@ -167,31 +167,73 @@ class ModuleBench:
 
         return count
 
-    def _specialized(self, case: Case, inputs: tuple[torch.Tensor, ...]) -> _Ready:
-        """Compile for exactly this bucket, and capture that where graphs are captured."""
-        runner, name = self._runner, self._runner.spec.name
+    def _specialized(self, case: Case) -> _Ready:
         metrics = Metrics()
-        metrics.preset(name, [], runner.grid.axes)
-        monitor = CompileMonitor(metrics, name)
-        programs = runner.programs.specialized(monitor)
-        before, began = Counts.now(metrics), time.perf_counter()
-        compile_program(programs, runner.layout, self._probe, case.sizes, monitor)
-        program, tier = programs.for_sizes(case.sizes)
-        if tier is not Tier.COMPILED:
-            raise NotRun("runs eagerly: a size of 1 has no program")
-        call = runner.layout.bind(program, case.sizes)
+        before = Counts.now(metrics)
+        made = specialize(self._runner, self._probe, case.rows, case.sizes, metrics)
+        cost = Counts.now(metrics).cost_since(before, made.seconds, exact=True)
         includes = "compiling for exactly this bucket"
-        if runner.programs.tier is Tier.GRAPH:
-            inputs = runner.layout.write(case.rows, case.sizes)  # the compile wrote other rows
-            call = GraphPool(runner.device).capture(call, inputs)
+        if self._runner.programs.tier is Tier.GRAPH:
             includes += ", and capturing it"
-        cost = Counts.now(metrics).cost_since(before, time.perf_counter() - began, exact=True)
-        runner.layout.write(case.rows, case.sizes)
 
         def recompiles() -> int:
-            return len(monitor.collect(CompilePhase.BACKGROUND))
+            return len(made.monitor.collect(CompilePhase.BACKGROUND))
 
-        return _Ready(call, FirstCall(cost.seconds, includes), cost, recompiles)
+        return _Ready(made.call, FirstCall(cost.seconds, includes), cost, recompiles)
+
+
+@dataclass(frozen=True, slots=True)
+class Specialized:
+    """A program for exactly one bucket.
+
+    Attributes:
+        call: runs it.
+        seconds: what it took to make, the capture included.
+        monitor: counts its compiles.
+    """
+
+    call: Forward
+    seconds: float
+    monitor: CompileMonitor
+
+
+def specialize(
+    runner: ModelRunner,
+    probe: Probe,
+    rows: Sequence[RowArrays],
+    sizes: Mapping[str, int],
+    metrics: Metrics,
+) -> Specialized:
+    """Compile for exactly these sizes, and capture that where graphs are captured.
+
+    Afterwards ``rows`` are in the layout's buffers. Thread rule: the device thread.
+
+    Args:
+        runner: a warm one; its own programs stay as they are.
+        probe: makes the rows of the compile.
+        rows: what fills ``sizes``.
+        sizes: of a bucket.
+        metrics: where the compile is counted; an own registry.
+
+    Raises:
+        NotRun: there is no program for these sizes.
+    """
+    name = runner.spec.name
+    metrics.preset(name, [], runner.grid.axes)
+    monitor = CompileMonitor(metrics, name)
+    programs = runner.programs.specialized(monitor)
+    began = time.perf_counter()
+    compile_program(programs, runner.layout, probe, sizes, monitor)
+    program, tier = programs.for_sizes(sizes)
+    if tier is not Tier.COMPILED:
+        raise NotRun("runs eagerly: a size of 1 has no program")
+    call = runner.layout.bind(program, sizes)
+    if runner.programs.tier is Tier.GRAPH:
+        inputs = runner.layout.write(rows, sizes)  # the compile wrote other rows
+        call = GraphPool(runner.device).capture(call, inputs)
+    seconds = time.perf_counter() - began
+    runner.layout.write(rows, sizes)
+    return Specialized(call, seconds, monitor)
 
 
 def said(error: BaseException) -> str:

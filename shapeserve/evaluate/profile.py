@@ -39,7 +39,9 @@ _NO_COMPUTE = re.compile(
 _US = 1e-6
 
 
-def profile_calls(call: Callable[[], object], device: torch.device) -> KernelAccount:
+def profile_calls(
+    call: Callable[[], object], device: torch.device, calls: int = _CALLS
+) -> KernelAccount:
     """Profile some calls; those before must have made them warm.
 
     What the profiler itself takes for each operator is in the gaps.
@@ -47,7 +49,7 @@ def profile_calls(call: Callable[[], object], device: torch.device) -> KernelAcc
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if cuda else [])
     with profile(activities=activities, profile_memory=True) as profiler:
-        for _ in range(_CALLS):
+        for _ in range(calls):
             with record_function(CALL):
                 call()
                 if cuda:

@@ -166,6 +166,7 @@ class Start:
         programs: what was compiled -> its cost.
         capture_s: label of a bucket -> seconds of its capture.
         graph_bytes: memory of all captures.
+        verify_s: label of a bucket -> seconds of its verification.
     """
 
     seconds: float
@@ -173,6 +174,7 @@ class Start:
     programs: Mapping[str, CompileCost] = field(default_factory=dict)
     capture_s: Mapping[str, float] = field(default_factory=dict)
     graph_bytes: int = 0
+    verify_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from shapeserve.engine import DeviceThread, Engine
 from shapeserve.engine.modules import device_kind, pick_device
 from shapeserve.errors import ShapeServeError
 from shapeserve.evaluate.choice import SAMPLED, choose, traffic
+from shapeserve.evaluate.device import device_name
 from shapeserve.evaluate.module import ModuleBench, said
 from shapeserve.evaluate.profile import wake_profiler
 from shapeserve.evaluate.reference import Case, Reference
@@ -207,10 +208,8 @@ def _graph_break_s() -> float | None:
 
 
 def _environment(engine: Engine) -> Environment:
-    device = engine.runner.device
-    cuda = device.type == "cuda"
     return Environment(
-        device=torch.cuda.get_device_name(device) if cuda else f"cpu ({_processor()})",
+        device=device_name(engine.runner.device),
         threads=engine.on_device(torch.get_num_threads),
         dtype=engine.spec.dtype,
         versions={
@@ -219,13 +218,3 @@ def _environment(engine: Engine) -> Environment:
             "shapeserve": __version__,
         },
     )
-
-
-def _processor() -> str:
-    """The processor's name where Linux tells it, else its architecture."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.split(":", 1)[1] for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0].strip() if names else platform.machine()

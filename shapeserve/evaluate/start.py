@@ -108,6 +108,7 @@ class StartLog:
         self._open: tuple[WarmupProgress, float, Counts] | None = None
         self._programs: dict[str, CompileCost] = {}
         self._capture_s: dict[str, float] = {}
+        self._verify_s: dict[str, float] = {}
 
     def __call__(self, step: WarmupProgress) -> None:
         """Note that ``step`` begins, in the thread that will do it."""
@@ -127,7 +128,7 @@ class StartLog:
         """
         seconds = time.perf_counter() - self._began
         self._close()
-        return Start(seconds, once_s, self._programs, self._capture_s, graph_bytes)
+        return Start(seconds, once_s, self._programs, self._capture_s, graph_bytes, self._verify_s)
 
     def _close(self) -> None:
         if self._open is None:
@@ -140,3 +141,5 @@ class StartLog:
             self._programs[step.detail] = now.cost_since(before, seconds, exact=False)
         elif step.stage == "capture":
             self._capture_s[step.detail] = seconds
+        elif step.stage in ("verify", "verify again") and step.done < step.total:
+            self._verify_s[step.detail] = self._verify_s.get(step.detail, 0.0) + seconds

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shapeserve.amortize import Padding
 from shapeserve.evaluate.account import HORIZONS, Account, Gain
-from shapeserve.evaluate.amortize import Padding
 from shapeserve.evaluate.result import Arm, Evaluation
 
 

@@ -3,8 +3,10 @@
 from shapeserve.tuning.cost import ANALYTIC, Cost, Formula
 from shapeserve.tuning.fit import Buckets, Fit, Rules, fit, row_shapes, waste
 from shapeserve.tuning.fleet import ROUTINGS, Routing
+from shapeserve.tuning.limits import Footprint, Limits
 from shapeserve.tuning.outcome import Outcome
-from shapeserve.tuning.propose import Objective, Proposal, Request, Scored, propose
+from shapeserve.tuning.propose import Proposal, propose
+from shapeserve.tuning.request import Objective, Request, Scored
 from shapeserve.tuning.served import Served
 from shapeserve.tuning.simulate import simulate
 from shapeserve.tuning.table import CostPoint, CostTable
@@ -17,7 +19,9 @@ __all__ = [
     "CostPoint",
     "CostTable",
     "Fit",
+    "Footprint",
     "Formula",
+    "Limits",
     "Objective",
     "Outcome",
     "Proposal",

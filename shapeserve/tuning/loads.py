@@ -8,10 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shapeserve.policy import Device
 from shapeserve.traces import Traffic
-from shapeserve.tuning.cost import Cost
-from shapeserve.tuning.fit import Buckets
 from shapeserve.tuning.served import Served
 from shapeserve.tuning.simulate import simulate
 
@@ -22,7 +19,7 @@ SHARES = (0.55, 0.25, 0.8, 0.1, 0.7, 0.4, 0.9)
 MAX_ROWS = 5000
 BUDGET_S = 20.0
 # Busier than this a queue grows as long as rows come: its latency is about the trace's length.
-_SATURATED = 0.98
+SATURATED = 0.98
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +64,7 @@ class Loads:
 
 def under_load(
     traffic: Traffic,
-    policies: Mapping[str, Buckets],
-    device: Device,
-    cost: Cost,
-    max_batch_tokens: int,
+    policies: Mapping[str, Served],
     on_step: Callable[[int, int], None] = lambda done, total: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Loads | None:
@@ -80,15 +74,9 @@ def under_load(
 
     Args:
         traffic: rows, none longer than the largest bucket.
-        policies: name -> buckets.
-        device: kind of device.
-        cost: seconds of a batch.
-        max_batch_tokens: padded elements of a batch.
+        policies: name -> what is served by it.
         on_step: told how many simulations of how many are done.
         clock: seconds, for the budget.
-
-    Raises:
-        ConfigError: there are more buckets than a policy may have.
     """
     traffic = _first_rows(traffic)
     span_s = 0.0 if traffic.times_s is None else float(np.ptp(traffic.times_s))
@@ -96,13 +84,9 @@ def under_load(
         return None
     began_s, total = clock(), (1 + len(SHARES)) * len(policies)
     steps = iter(range(1, total + 1))
-    served = {
-        name: Served.for_buckets(buckets, device, cost, max_batch_tokens=max_batch_tokens)
-        for name, buckets in policies.items()
-    }
     most_per_s = 0.0
-    for one in served.values():
-        most_per_s = max(most_per_s, _most_per_s(one, traffic))
+    for served in policies.values():
+        most_per_s = max(most_per_s, _most_per_s(served, traffic))
         on_step(next(steps), total)
     recorded_per_s = len(traffic.sizes) / span_s
     points: dict[str, list[LoadPoint]] = {name: [] for name in policies}
@@ -110,9 +94,9 @@ def under_load(
     for share in SHARES:
         if clock() - began_s > BUDGET_S:
             break
-        for name, one in served.items():
-            point = _play(one, traffic, span_s, share * most_per_s / recorded_per_s)
-            if point.busy < _SATURATED:
+        for name, served in policies.items():
+            point = _play(served, traffic, span_s, share * most_per_s / recorded_per_s)
+            if point.busy < SATURATED:
                 points[name].append(point)
             on_step(next(steps), total)
         done += 1

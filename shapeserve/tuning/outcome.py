@@ -29,6 +29,7 @@ class Outcome:
         most_load: most rows that waited or ran in one replica.
         latencies_s: ascending, from arrival to answer, of all answered samples.
         queue_s: ascending, from arrival to launch, of all rows.
+        batch_real: elements of every batch that are no padding, in the order of launch.
     """
 
     rows: int
@@ -42,6 +43,7 @@ class Outcome:
     most_load: int
     latencies_s: np.ndarray
     queue_s: np.ndarray
+    batch_real: np.ndarray
 
     @property
     def answered(self) -> int:

@@ -2,88 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any
 
 import numpy as np
 
-from shapeserve.buckets import BATCH
-from shapeserve.config import AxisPolicy, RareShape, axes_of
-from shapeserve.errors import ConfigError
-from shapeserve.expect import powers_of_two
-from shapeserve.policy import Device, default_policy, generate_axis
+from shapeserve.buckets import BATCH, TOKENS
+from shapeserve.config import RareShape, axes_of
 from shapeserve.traces import Traffic
-from shapeserve.tuning.cost import ANALYTIC, Cost, row_seconds
-from shapeserve.tuning.fit import (
-    Buckets,
-    Entries,
-    Rules,
-    assigned,
-    executed,
-    fit,
-    row_shapes,
-    waste,
-)
-
-Objective = Literal["padding", "seconds"]
-
-MAX_SHAPES = 32
-"""Row shapes that the automatic choice looks at."""
-# One more row shape costs a capture for each batch size on a GPU (4 to 12 ms and some memory each)
-# and a longer warm-up; it must take away so much of all that is executed. Arbitrary.
-WORTHWHILE = 0.005
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What is asked for.
-
-    Attributes:
-        shapes: row shapes, at most; None leaves the number to the traffic.
-        max_length: sizes are cut to it, and it is the last bucket along every axis; None: the
-            longest row of the whole trace.
-        align: sizes are multiples of it, except the last.
-        include: further sizes that must be buckets, if there is one axis.
-        objective: minimise padded elements, or device seconds.
-        cost: what a batch costs; None: the analytic one of ``device``, which is for tokens.
-        device: kind of device that today's default is for.
-        variant_cost_s: device seconds that one more row shape must save over the trace.
-        max_batch_tokens: padded elements of a batch, as ``limits.max_batch_tokens``.
-    """
-
-    shapes: int | None = None
-    max_length: int | None = None
-    align: int = 1
-    include: tuple[int, ...] = ()
-    objective: Objective = "padding"
-    cost: Cost | None = None
-    device: Device = "cpu"
-    variant_cost_s: float = 0.0
-    max_batch_tokens: int = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """What one policy does to both halves.
-
-    Attributes:
-        buckets: key of a policy -> its sizes or shapes.
-        first_half: padding / all elements along the axes of a row, of the rows it was fitted to.
-        second_half: the same of the rows that it had not seen.
-        device_s: seconds of the rows of the second half in full batches; None on two axes without
-            measured costs.
-    """
-
-    buckets: Buckets
-    first_half: float
-    second_half: float
-    device_s: float | None
-
-    @property
-    def shapes(self) -> int:
-        """Row shapes."""
-        return row_shapes(self.buckets)
+from shapeserve.tuning.fit import Buckets, assigned, fit, waste
+from shapeserve.tuning.limits import Footprint
+from shapeserve.tuning.packed import PackedTask
+from shapeserve.tuning.request import Request, Scored
+from shapeserve.tuning.search import Choice, Steps, choose
+from shapeserve.tuning.specialize import Specialization, specializations, specialized_points
+from shapeserve.tuning.task import PaddedTask, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +39,12 @@ class Proposal:
         guarded: share of the second half's rows that the default ``rare_shapes`` would send to the
             fallback, because their bucket would be more padding than it allows.
         cost_source: where ``device_s`` comes from, None without it.
+        batches: sizes along ``batch``; None: what the device gets by default.
+        footprint: what the proposed variants take; None if a policy may not have so many.
+        p99_first_half_s: simulated latency of the rows that were fitted to, with that objective.
+        slo_s: the bound that was asked for.
+        specialized: buckets that the second half used, and whether a program of their own pays;
+            empty unless a horizon was given.
     """
 
     axes: tuple[str, ...]
@@ -117,21 +57,42 @@ class Proposal:
     curve: Mapping[int, float]
     guarded: float
     cost_source: str | None
+    batches: tuple[int, ...] | None = None
+    footprint: Footprint | None = None
+    p99_first_half_s: float | None = None
+    slo_s: float | None = None
+    specialized: tuple[Specialization, ...] = ()
+
+    @property
+    def packed(self) -> bool:
+        """Whether the sizes are along ``tokens``."""
+        return TOKENS in self.proposed.buckets
+
+    @property
+    def counted(self) -> str:
+        """What there is a number of."""
+        return "sizes" if self.packed else "row shapes"
+
+    @property
+    def keeps_slo(self) -> bool:
+        """Whether the rows that the fit had not seen keep the bound, if there is one."""
+        return self.slo_s is None or (self.proposed.p99_s or 0.0) <= self.slo_s
 
     def policy(self) -> dict[str, dict[str, list[Any]]]:
         """Return the ``policy`` block of a model's configuration."""
-        return {
+        made: dict[str, dict[str, list[Any]]] = {
             key: {"explicit": list(entries)}
             if len(axes_of(key)) == 1
             else {"shapes": [list(shape) for shape in entries if isinstance(shape, tuple)]}
             for key, entries in self.proposed.buckets.items()
         }
+        return made if self.batches is None else {**made, BATCH: {"explicit": [*self.batches]}}
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""
         named = {"proposed": self.proposed, **self.compared}
         shapes = {name: scored.shapes for name, scored in named.items()}
-        (listed,) = (entries for way in self.policy().values() for entries in way.values())
+        (entries,) = self.proposed.buckets.values()
         wastes = {
             name: {"first_half": scored.first_half, "second_half": scored.second_half}
             for name, scored in named.items()
@@ -139,7 +100,7 @@ class Proposal:
         default = wastes.pop("default")
         return {
             "rows": self.rows,
-            "buckets": listed,
+            "buckets": [list(e) if isinstance(e, tuple) else e for e in entries],
             "waste": wastes,
             "details": {
                 "axes": list(self.axes),
@@ -152,7 +113,21 @@ class Proposal:
                 "search_gap": self.gap,
                 "unseen_waste_by_shapes": {str(k): v for k, v in self.curve.items()},
                 "guarded_rows": self.guarded,
+                "batch": None if self.batches is None else list(self.batches),
+                "footprint": None if self.footprint is None else self.footprint.to_dict(),
+                **self._latency(named),
+                "specialize": [each.to_dict() for each in self.specialized],
             },
+        }
+
+    def _latency(self, named: Mapping[str, Scored]) -> dict[str, Any]:
+        if self.proposed.p99_s is None:
+            return {}
+        return {
+            "p99_s_first_half": self.p99_first_half_s,
+            "p99_s_second_half": {name: scored.p99_s for name, scored in named.items()},
+            "load_second_half": {name: scored.load for name, scored in named.items()},
+            "slo_s": self.slo_s,
         }
 
 
@@ -171,95 +146,41 @@ def propose(
     Raises:
         ConfigError: the request cannot be met; it names value, bound and remedy.
     """
-    task = _Task.of(traffic, request)
-    numbers = [request.shapes] if request.shapes else [*range(1, MAX_SHAPES + 1)]
-    total = 2 + (0 if request.shapes else len(numbers))
-    steps = iter(range(1, total + 1))
-
-    def step() -> None:
-        on_step(next(steps), total)
-
-    curve: dict[int, float] = {}
-    if not request.shapes:
-        chosen, curve = _choose_number(task.first, task.rules, numbers, step)
-        numbers = [chosen]
-    fitted = fit(task.first, task.rules, numbers, step)[numbers[0]]
-    known = fit(task.second, task.rules, numbers, step, expect_longer=False)[numbers[0]]
+    steps = Steps(on_step)
+    steps.expect(1)
+    packed = request.layout == "packed"
+    if request.horizon_s is not None:
+        specialized_points(request.cost)  # refused before the search
+    task: Task = (PackedTask if packed else PaddedTask).of(traffic, request)
+    choice = choose(task, steps)
+    buckets = choice.fit.buckets
+    known = fit(task.second, task.rules, [choice.number], steps, expect_longer=False)
     return Proposal(
         axes=traffic.axes,
         rows=traffic.rows,
         ends=task.ends,
-        proposed=task.score(fitted.buckets),
-        compared={name: task.score(made) for name, made in usual(task.ends, request).items()},
-        optimum_second_half=waste(task.second, known.buckets),
-        gap=fitted.gap,
-        curve=curve,
-        guarded=guarded(task.second, fitted.buckets),
+        proposed=task.score(buckets, choice.batches),
+        compared={name: task.score(made) for name, made in task.usual().items()},
+        optimum_second_half=waste(task.second, known[choice.number].buckets),
+        gap=choice.fit.gap,
+        curve=choice.curve,
+        guarded=0.0 if packed else guarded(task.second, buckets),
         cost_source=None if task.cost is None else task.cost.source,
+        batches=choice.batches,
+        footprint=choice.footprint,
+        p99_first_half_s=choice.p99_s,
+        slo_s=request.slo_s,
+        specialized=_specialized(task, choice),
     )
 
 
-def by_number(
-    traffic: Traffic,
-    request: Request,
-    on_step: Callable[[int, int], None] = lambda done, total: None,
-) -> dict[int, Scored]:
-    """Return what each number of row shapes up to ``MAX_SHAPES`` would do to both halves.
-
-    Args:
-        traffic: as for :func:`propose`.
-        request: as for :func:`propose`; a larger number of shapes that it asks for is there too.
-        on_step: told how many steps of how many are done.
-
-    Raises:
-        ConfigError: as for :func:`propose`.
-    """
-    task = _Task.of(traffic, request)
-    numbers = sorted({*range(1, MAX_SHAPES + 1), request.shapes or 1})
-    steps = iter(range(1, len(numbers) + 1))
-    fits = fit(task.first, task.rules, numbers, lambda: on_step(next(steps), len(numbers)))
-    return {number: task.score(found.buckets) for number, found in fits.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """A request as far as it does not depend on the number of shapes."""
-
-    request: Request
-    ends: Mapping[str, int]
-    cost: Cost | None
-    rules: Rules
-    first: Traffic
-    second: Traffic
-
-    @classmethod
-    def of(cls, traffic: Traffic, request: Request) -> Self:
-        ends = _ends(traffic, request)
-        cost = _cost(traffic, request)
-        return cls(
-            request, ends, cost, _rules(request, ends, cost), *traffic.clipped(ends).halves()
-        )
-
-    def score(self, buckets: Buckets) -> Scored:
-        seconds = None
-        if self.cost is not None:
-            seconds = _device_seconds(self.second, buckets, self.cost, self.request)
-        return Scored(buckets, waste(self.first, buckets), waste(self.second, buckets), seconds)
-
-
-def usual(ends: Mapping[str, int], request: Request) -> dict[str, Buckets]:
-    """Return name -> the policies that people use, along every axis up to its end."""
-    default = default_policy(ends, request.device, max_batch_tokens=request.max_batch_tokens)
-    return {
-        "default": {key: _entries(made, key) for key, made in default.items() if key != BATCH},
-        "pow2": {axis: powers_of_two(end) for axis, end in ends.items()},
-        "multiple_64": {axis: (*range(64, end, 64), end) for axis, end in ends.items()},
-        "pad_to_max": {axis: (end,) for axis, end in ends.items()},
-    }
-
-
-def _entries(made: AxisPolicy, key: str) -> Entries:
-    return made.shapes or generate_axis(made, key)
+def _specialized(task: Task, choice: Choice) -> tuple[Specialization, ...]:
+    """Weigh specialising the proposed buckets, on the rows that the fit had not seen."""
+    cost, horizon_s = task.cost, task.request.horizon_s
+    if horizon_s is None or cost is None:
+        return ()
+    outcome = task.play(choice.fit.buckets, choice.batches, second=True)
+    return specializations(outcome, cost, specialized_points(cost), horizon_s)
 
 
 def guarded(traffic: Traffic, buckets: Buckets, rule: RareShape | None = None) -> float:
@@ -270,80 +191,3 @@ def guarded(traffic: Traffic, buckets: Buckets, rule: RareShape | None = None) -
     wasteful = 1 - real / sizes.prod(axis=1, dtype=np.float64) > rule.max_padding_waste
     judged = ((sizes > traffic.sizes) & (sizes > rule.guard_min)).any(axis=1)
     return float(traffic.counts[wasteful & judged].sum() / traffic.counts.sum())
-
-
-def _ends(traffic: Traffic, request: Request) -> dict[str, int]:
-    ends = {axis: request.max_length or longest for axis, longest in traffic.longest.items()}
-    for size in request.include:
-        over = [axis for axis, end in ends.items() if size > end]
-        if over:
-            raise ConfigError(
-                f"a bucket of {size} is asked for, but {over[0]} ends at {ends[over[0]]}; leave it "
-                "out or raise the largest length"
-            )
-    if traffic.rows < 4:
-        raise ConfigError(
-            f"the trace has {traffic.rows} rows; at least 4 are needed to fit on one half and "
-            "judge on the other"
-        )
-    return ends
-
-
-def _cost(traffic: Traffic, request: Request) -> Cost | None:
-    if request.cost is not None or len(traffic.axes) == 1:
-        return request.cost or ANALYTIC[request.device]
-    if request.objective == "seconds":
-        raise ConfigError(
-            f"the analytic cost is for tokens, and the trace has the axes "
-            f"{', '.join(traffic.axes)}; give a measured cost table, or minimise padding"
-        )
-    return None
-
-
-def _rules(request: Request, ends: Mapping[str, int], cost: Cost | None) -> Rules:
-    forced = request.include
-    if request.objective == "padding" or cost is None:
-        return Rules(ends, request.align, forced)
-
-    def row_cost(areas: np.ndarray) -> np.ndarray:
-        return _rising_row_seconds(areas, cost, request.max_batch_tokens)
-
-    return Rules(ends, request.align, forced, row_cost, request.variant_cost_s)
-
-
-def _rising_row_seconds(areas: np.ndarray, cost: Cost, max_batch_tokens: int) -> np.ndarray:
-    """Return the seconds of a row, never less than of a smaller one: measured costs have noise."""
-    distinct, places = np.unique(areas, return_inverse=True)
-    each = [row_seconds(cost, int(area), max_batch_tokens) for area in distinct]
-    return np.maximum.accumulate(each)[places].reshape(areas.shape)
-
-
-def _device_seconds(traffic: Traffic, buckets: Buckets, cost: Cost, request: Request) -> float:
-    seconds = _rising_row_seconds(executed(traffic, buckets), cost, request.max_batch_tokens)
-    return float((traffic.counts * seconds).sum())
-
-
-def _choose_number(
-    first: Traffic, rules: Rules, numbers: Sequence[int], step: Callable[[], None]
-) -> tuple[int, dict[int, float]]:
-    """Choose the number of shapes within the first half: fitted to a part, judged on the other.
-
-    It is the smallest after which no larger one takes away ``WORTHWHILE`` of the cost for each
-    shape that it has more, on rows that the fit has not seen.
-    """
-    train, unseen = first.halves()
-    fits = fit(train, rules, numbers, step)
-    costs = {
-        number: float((unseen.counts * rules.cost(executed(unseen, made.buckets))).sum())
-        + rules.variant_cost * row_shapes(made.buckets)
-        for number, made in fits.items()
-    }
-    curve = {number: waste(unseen, made.buckets) for number, made in fits.items()}
-    for number, cost in costs.items():
-        if all(
-            cost - more_cost < WORTHWHILE * cost * (more - number)
-            for more, more_cost in costs.items()
-            if more > number
-        ):
-            return number, curve
-    return max(costs), curve

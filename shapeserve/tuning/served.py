@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
 from shapeserve.buckets import BATCH, TOKENS, Grid, Shape
-from shapeserve.config import ModelConfig, ServeConfig, axes_of
+from shapeserve.config import ModelConfig
 from shapeserve.dispatch import Dispatcher
 from shapeserve.expect import SPECIAL_TOKENS
 from shapeserve.lanes import Lanes, Place, dispatcher_for, largest_area, without_single
 from shapeserve.models.describe import describe
 from shapeserve.models.spec import ModelSpec
 from shapeserve.plan import planned_grid
-from shapeserve.policy import Device
+from shapeserve.policy import Device, packed_grid
+from shapeserve.traces import SEQ
 from shapeserve.tuning.cost import Cost
 from shapeserve.tuning.fit import Buckets
+from shapeserve.tuning.stand_in import policy_of, stand_in
 
 # As the engine measures it at start: one row gets a program of its own if padding it to two costs
 # 15 % more, and a GPU writes one batch while it works on another.
 _SINGLE_PAYS_FROM = 1.15
 _SLOTS: Mapping[Device, int] = {"cpu": 1, "cuda": 2}
-_ENDLESS = 10**15
 _TYPICAL_SIZE = 40  # of the row that the engine measures this with
 
 
@@ -94,8 +95,31 @@ class Served:
             ModelError: the model's directory is incomplete.
         """
         spec = describe(config)
-        limits = config.limits
         grid = planned_grid(config, spec, device)
+        return cls.of_grid(
+            config,
+            spec,
+            grid,
+            device,
+            cost,
+            overhead_elements=overhead_elements,
+            min_batch=min_batch,
+        )
+
+    @classmethod
+    def of_grid(
+        cls,
+        config: ModelConfig,
+        spec: ModelSpec,
+        grid: Grid,
+        device: Device,
+        cost: Cost,
+        *,
+        overhead_elements: float | None = None,
+        min_batch: int | None = None,
+    ) -> Self:
+        """Build what the engine would with this grid; see :meth:`from_config`."""
+        limits = config.limits
         area = largest_area(spec, limits.max_batch_tokens, grid)
         if min_batch is None:
             min_batch = _min_batch(config, spec, grid, cost)
@@ -120,37 +144,56 @@ class Served:
 
     @classmethod
     def for_buckets(
-        cls, buckets: Buckets, device: Device, cost: Cost, *, max_batch_tokens: int
+        cls,
+        buckets: Buckets,
+        device: Device,
+        cost: Cost,
+        *,
+        max_batch_tokens: int,
+        batches: Sequence[int] | None = None,
+        min_batch: int | None = None,
     ) -> Self:
         """Build a model that has only these buckets: none of its rows is refused or leaves them.
 
         Args:
             buckets: key of a policy -> its sizes or shapes.
-            device: kind of device, whose usual batch sizes it has.
+            device: kind of device.
             cost: seconds of a batch.
             max_batch_tokens: padded elements of a batch.
+            batches: sizes along ``batch``; None: what the device gets by default.
+            min_batch: see :meth:`from_config`.
 
         Raises:
             ConfigError: there are more buckets than a policy may have.
         """
-        axes = [axis for key in buckets for axis in axes_of(key)]
-        data = {
-            "name": "buckets",
-            "import": "nowhere:none",  # never imported: only its shape matters
-            "inputs": {"x": {"dtype": "float32", "dims": [BATCH, *axes]}},
-            "outputs": {"y": {"dtype": "float32", "dims": [BATCH, 1]}},
-            "policy": {
-                key: {"explicit" if len(axes_of(key)) == 1 else "shapes": list(entries)}
-                for key, entries in buckets.items()
-            },
-            "rare_shapes": {axis: {"max_padding_waste": 1.0} for axis in axes},
-            "limits": {
-                "max_batch_tokens": max_batch_tokens,
-                "max_queue_rows": _ENDLESS,
-                "max_queue_tokens": _ENDLESS,
-            },
-        }
-        return cls.from_config(ServeConfig.from_dict({"models": [data]}).models[0], device, cost)
+        config = stand_in(buckets, max_batch_tokens=max_batch_tokens, batches=batches)
+        return cls.from_config(config, device, cost, min_batch=min_batch)
+
+    @classmethod
+    def for_tokens(
+        cls,
+        sizes: Sequence[int],
+        longest: int,
+        device: Device,
+        cost: Cost,
+        *,
+        max_batch_tokens: int,
+    ) -> Self:
+        """Build a model of packed rows that has only these buckets.
+
+        Args:
+            sizes: of its batches, in tokens.
+            longest: row that it takes.
+            device: kind of device.
+            cost: seconds of a batch.
+            max_batch_tokens: tokens of a batch.
+
+        Raises:
+            ConfigError: the largest batch does not hold the longest row, or is too large.
+        """
+        config = stand_in({SEQ: (longest,)}, max_batch_tokens=max_batch_tokens)
+        grid = packed_grid(policy_of({TOKENS: tuple(sizes)}), max_batch_tokens, {SEQ: longest})
+        return cls.of_grid(config, describe(config), grid, device, cost)
 
     def refusal(self, sizes: Shape) -> str | None:
         """Return why a sample is refused, None if it is not."""

@@ -20,7 +20,7 @@ import numpy as np
 from shapeserve.batcher import Batch, Batcher, Row
 from shapeserve.buckets import BATCH, Shape, padding
 from shapeserve.errors import ConfigError, Overloaded
-from shapeserve.metrics import NO_BUCKET
+from shapeserve.metrics import NO_BUCKET, REAL
 from shapeserve.traces import Traffic
 from shapeserve.tuning.fleet import Choose, Routing, router
 from shapeserve.tuning.outcome import Outcome
@@ -45,6 +45,7 @@ class _Tally:
     device_s: float = 0.0
     last_s: float = 0.0
     queue_s: list[float] = field(default_factory=list)
+    batch_real: list[int] = field(default_factory=list)
     left: dict[int, int] = field(default_factory=dict)  # sample -> pieces that have not run
     done_s: dict[int, float] = field(default_factory=dict)
 
@@ -121,7 +122,9 @@ class _Replica:
         tally.device_s += seconds
         label = ",".join(f"{axis}={size}" for axis, size in sizes.items())
         tally.batches[NO_BUCKET if fallback else label] += 1
-        tally.elements.update(padding(served.grid.axes, [p.sizes for p in payloads], sizes))
+        split = padding(served.grid.axes, [p.sizes for p in payloads], sizes)
+        tally.elements.update(split)
+        tally.batch_real.append(split[REAL])
         tally.queue_s.extend(now - row.enqueued_s for row in batch.rows)
 
     def _finish(self, end_s: float, batch: Batch) -> None:
@@ -251,6 +254,7 @@ class _Run:
             most_load=self._most_load,
             latencies_s=np.sort(latencies),
             queue_s=np.sort(tally.queue_s),
+            batch_real=np.array(tally.batch_real, np.int64),
         )
 
 

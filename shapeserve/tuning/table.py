@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shapeserve.buckets import BATCH
-from shapeserve.config.load import Document
 from shapeserve.errors import ConfigError
 from shapeserve.tuning.cost import Formula, Sizes, padded_pairs
+from shapeserve.tuning.cost_file import parse
+from shapeserve.tuning.regress import fit_factors
+from shapeserve.tuning.variants import SizeItems, VariantCosts
 
 _NEAREST = 4  # points that correct the formula at a place between them; arbitrary
 
@@ -31,11 +31,29 @@ class CostPoint:
         sizes: (axis, size) of what was executed, in the table's order of axes.
         seconds: device time of one batch.
         peak_bytes: device memory that it needs, None where that is not known.
+        pairs: pairs of tokens that attended to each other, where the sizes do not say it: in a
+            packed batch.
     """
 
-    sizes: tuple[tuple[str, int], ...]
+    sizes: SizeItems
     seconds: float
     peak_bytes: int | None = None
+    pairs: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """How far off a fit is at measured batches that it has not seen, relative to what they took.
+
+    Attributes:
+        sizes: of these batches.
+        median_error: of all of them.
+        worst_error: of the worst one.
+    """
+
+    sizes: tuple[SizeItems, ...]
+    median_error: float
+    worst_error: float
 
 
 @dataclass(frozen=True)
@@ -49,11 +67,15 @@ class CostTable:
         conditions: what the numbers hold for: model, dtype, device, versions.
         axes: ``batch`` and the row axes, or ``tokens``.
         points: at least one.
+        held_out: the error of the same fit without some of the points.
+        variants: what it costs to have variants, None where it was not measured.
     """
 
     conditions: Mapping[str, str]
     axes: tuple[str, ...]
     points: tuple[CostPoint, ...]
+    held_out: HeldOut | None = None
+    variants: VariantCosts | None = None
 
     def __post_init__(self) -> None:
         for point in self.points:
@@ -75,16 +97,22 @@ class CostTable:
     def source(self) -> str:
         """Where the numbers come from."""
         what = ", ".join(f"{key} {value}" for key, value in sorted(self.conditions.items()))
+        unseen = ""
+        if self.held_out is not None:
+            unseen = (
+                f", off by {self.held_out.median_error:.1%} (median), "
+                f"{self.held_out.worst_error:.1%} (worst) at {len(self.held_out.sizes)} held out"
+            )
         return (
             f"measured: {len(self.points)} batches, fitted within {self.errors[0]:.1%} (median), "
-            f"{self.errors[1]:.1%} (worst); {what or 'conditions not stated'}"
+            f"{self.errors[1]:.1%} (worst){unseen}; {what or 'conditions not stated'}"
         )
 
     @cached_property
     def formula(self) -> Formula:
         """The formula that fits the measured seconds best, by relative error."""
         seconds = np.array([point.seconds for point in self.points])
-        launch_s, linear_s, quadratic_s = _fit(self._terms, seconds)
+        launch_s, linear_s, quadratic_s = fit_factors(self._terms, seconds)
         return Formula(launch_s, linear_s, quadratic_s, "fitted")
 
     @cached_property
@@ -99,22 +127,37 @@ class CostTable:
         return self.formula.overhead_elements
 
     def seconds(self, sizes: Sizes, pairs: float | None = None) -> float:
-        """Return the seconds of one batch; ``pairs`` are those of the measured batches.
+        """Return the seconds of one batch.
 
-        Raises:
-            ConfigError: ``sizes`` have other axes than the table.
+        Args:
+            sizes: what is executed.
+            pairs: of packed rows; if not given, rows are as long as typical measured ones. Those of
+                padded rows follow from the sizes.
         """
-        return self.formula.seconds(sizes) * self._correction(self._log(sizes), self._ratios)
+        pairs = self._pairs(sizes, pairs)
+        place = self._log(sizes, pairs)
+        return self.formula.seconds(sizes, pairs) * self._correction(place, self._ratios)
+
+    def fitted_s(self, point: CostPoint) -> float:
+        """Return what the formula alone says of a measured batch."""
+        sizes = dict(point.sizes)
+        return self.formula.seconds(sizes, self._pairs(sizes, point.pairs))
+
+    def check(self, unseen: Sequence[CostPoint]) -> HeldOut:
+        """Return how far off the table is at batches that it does not hold."""
+        off = [abs(self.seconds(dict(p.sizes), p.pairs) / p.seconds - 1) for p in unseen]
+        return HeldOut(tuple(p.sizes for p in unseen), float(np.median(off)), max(off))
 
     def peak_bytes(self, sizes: Sizes) -> float | None:
         """Return the device memory of one batch, None where it was not measured."""
         if any(point.peak_bytes is None for point in self.points):
             return None
         values = np.array([float(point.peak_bytes or 0) for point in self.points])
-        terms = np.array(_fit(self._terms[:, :2], values))
+        terms = np.array(fit_factors(self._terms[:, :2], values))
         ratios = values / np.maximum(self._terms[:, :2] @ terms, 1.0)
         estimate = float(np.array([1.0, math.prod(sizes.values())]) @ terms)
-        return max(estimate, 1.0) * self._correction(self._log(sizes), ratios)
+        place = self._log(sizes, self._pairs(sizes, None))
+        return max(estimate, 1.0) * self._correction(place, ratios)
 
     @cached_property
     def _terms(self) -> np.ndarray:
@@ -122,7 +165,7 @@ class CostTable:
         rows = []
         for point in self.points:
             sizes = dict(point.sizes)
-            rows.append([1.0, float(math.prod(sizes.values())), padded_pairs(sizes)])
+            rows.append([1.0, float(math.prod(sizes.values())), self._pairs(sizes, point.pairs)])
         return np.array(rows)
 
     @cached_property
@@ -134,12 +177,29 @@ class CostTable:
 
     @cached_property
     def _places(self) -> np.ndarray:
-        return np.array([self._log(dict(point.sizes)) for point in self.points])
+        rows = ((dict(point.sizes), point.pairs) for point in self.points)
+        return np.array([self._log(sizes, self._pairs(sizes, pairs)) for sizes, pairs in rows])
 
-    def _log(self, sizes: Sizes) -> list[float]:
+    @cached_property
+    def _typical_row(self) -> float:
+        """Tokens of a row in the measured packed batches, weighted by length; 0 if not stated."""
+        known = [p.pairs / math.prod(dict(p.sizes).values()) for p in self.points if p.pairs]
+        return float(np.median(known)) if known else 0.0
+
+    def _pairs(self, sizes: Sizes, pairs: float | None) -> float:
+        """Return the pairs that attend in a batch: the table's idea of it where nobody says."""
+        if BATCH in sizes:
+            return padded_pairs(sizes)
+        if not self._typical_row:  # the formula has no use for them
+            return 0.0
+        return math.prod(sizes.values()) * self._typical_row if pairs is None else pairs
+
+    def _log(self, sizes: Sizes, pairs: float) -> list[float]:
         """Return where a batch lies: twice the size is as far from everywhere."""
         if BATCH not in self.axes or BATCH not in sizes:
-            return [math.log(math.prod(sizes.values()))]
+            elements = math.prod(sizes.values())
+            # Of packed rows also how long they are, where that was measured.
+            return [math.log(elements), math.log(max(pairs / elements, 1.0))]
         batch = sizes[BATCH]
         return [math.log(batch), math.log(math.prod(sizes.values()) / batch)]
 
@@ -162,9 +222,16 @@ class CostTable:
             "conditions": dict(self.conditions),
             "axes": list(self.axes),
             "points": [
-                {"sizes": dict(p.sizes), "seconds": p.seconds, "bytes": p.peak_bytes}
+                {
+                    "sizes": dict(p.sizes),
+                    "seconds": p.seconds,
+                    "bytes": p.peak_bytes,
+                    **({} if p.pairs is None else {"pairs": p.pairs}),
+                }
                 for p in self.points
             ],
+            **({"held_out": _named(asdict(self.held_out))} if self.held_out else {}),
+            **({"variants": _named(asdict(self.variants))} if self.variants else {}),
         }
 
     @classmethod
@@ -174,14 +241,17 @@ class CostTable:
         Raises:
             ConfigError: naming key, value and remedy, or saying that the fingerprint is another's.
         """
-        try:
-            read = _File.model_validate(data)
-        except ValidationError as error:
-            raise Document(data, file).explain(error) from None
+        read = parse(data, file)
         points = tuple(
-            CostPoint(tuple(p.sizes.items()), p.seconds, p.peak_bytes) for p in read.points
+            CostPoint(tuple(p.sizes.items()), p.seconds, p.peak_bytes, p.pairs) for p in read.points
         )
-        table = cls(read.conditions, read.axes, points)
+        held_out = variants = None
+        if read.held_out is not None:
+            sizes = tuple(tuple(each.items()) for each in read.held_out.sizes)
+            held_out = HeldOut(sizes, read.held_out.median_error, read.held_out.worst_error)
+        if read.variants is not None:
+            variants = read.variants.made()
+        table = cls(read.conditions, read.axes, points, held_out, variants)
         if read.fingerprint != table.fingerprint:
             raise ConfigError(
                 f"{file or 'cost table'}: fingerprint {read.fingerprint!r} is not that of its "
@@ -209,47 +279,16 @@ class CostTable:
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+def _named(data: Any) -> Any:
+    """Write ``sizes`` as axis -> size, wherever they are in the data."""
+    if isinstance(data, Mapping):
+        return {key: _as_sizes(v) if key == "sizes" else _named(v) for key, v in data.items()}
+    return [_named(item) for item in data] if isinstance(data, (list, tuple)) else data
 
 
-_Size = Annotated[int, Field(ge=1)]
-
-
-class _Point(_Strict):
-    sizes: dict[str, _Size]
-    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    peak_bytes: Annotated[int | None, Field(ge=0, alias="bytes")] = None
-
-
-class _File(_Strict):
-    version: Literal[1]
-    fingerprint: str
-    conditions: dict[str, str]
-    axes: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
-    points: Annotated[list[_Point], Field(min_length=1)]
-
-
-def _fit(terms: np.ndarray, values: np.ndarray) -> list[float]:
-    """Return factors of at least 0 for the columns of ``terms``, of least squared relative error.
-
-    There are three columns at most, so every choice of those that are not 0 is tried.
-    """
-    scaled = terms / values[:, None]
-    best, least = [0.0] * terms.shape[1], math.inf
-    for number in range(1, min(terms.shape) + 1):
-        for chosen in itertools.combinations(range(terms.shape[1]), number):
-            part = scaled[:, chosen]
-            norms = np.linalg.norm(part, axis=0)
-            if not norms.all():
-                continue
-            factors = np.linalg.lstsq(part / norms, np.ones(len(values)), rcond=None)[0] / norms
-            error = float(((part @ factors - 1) ** 2).sum())
-            if factors.min() >= 0 and error < least - 1e-12:
-                best, least = [0.0] * terms.shape[1], error
-                for column, factor in zip(chosen, factors, strict=True):
-                    best[column] = float(factor)
-    return best
+def _as_sizes(sizes: Any) -> Any:
+    """``(("batch", 1), ...)`` as a mapping, or a list of such."""
+    return dict(sizes) if isinstance(sizes[0][0], str) else [dict(each) for each in sizes]
 
 
 def _label(point: CostPoint) -> str:

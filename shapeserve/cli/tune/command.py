@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from shapeserve.cli.common import progress_bar
+from shapeserve.cli.tune.bounds import bound_options
 from shapeserve.cli.tune.fitting import fit_options, fit_request
 from shapeserve.cli.tune.inputs import input_options, read_input
 from shapeserve.cli.tune.output import check_outputs, output_options, write_outputs
@@ -16,6 +17,7 @@ from shapeserve.tuning import propose
 @click.command("tune")
 @input_options
 @fit_options
+@bound_options
 @output_options
 def tune_command(**given: Any) -> None:
     """Propose bucket sizes: fitted to the first half of a trace, judged on the second.
@@ -27,6 +29,9 @@ def tune_command(**given: Any) -> None:
       shapeserve tune --trace trace.csv.gz --report report.html
       shapeserve tune --trace images.csv.gz -k 16 --align 8
       shapeserve tune --trace trace.csv.gz --objective seconds --costs costs.json --json -
+      shapeserve tune --trace trace.csv.gz --costs costs.json --max-variants 48 --max-warmup-s 60
+      shapeserve tune --trace trace.csv.gz --objective p99 --slo-ms 50 --speed 20
+      shapeserve tune --trace trace.csv.gz --layout packed --device cuda --speed 500
     """
     check_outputs(given)
     request = fit_request(given)

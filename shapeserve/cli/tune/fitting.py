@@ -7,7 +7,10 @@ from typing import Any
 
 import click
 
+from shapeserve.cli.tune.bounds import bounds
+from shapeserve.policy import Device
 from shapeserve.tuning import CostTable, Request
+from shapeserve.tuning.conditions import KIND, check_conditions
 
 _OPTIONS = (
     click.option(
@@ -32,9 +35,10 @@ _OPTIONS = (
     ),
     click.option(
         "--objective",
-        type=click.Choice(["padding", "seconds"]),
+        type=click.Choice(["padding", "seconds", "p99"]),
         default="padding",
-        help="Minimise padded elements, or device seconds by --costs. [default: padding]",
+        help="Minimise padded elements, device seconds by --costs, or the simulated 99th "
+        "percentile of the latency. [default: padding]",
     ),
     click.option(
         "--costs", metavar="COSTS.json", help="Measured cost table; without it an analytic one."
@@ -48,8 +52,8 @@ _OPTIONS = (
     click.option(
         "--device",
         type=click.Choice(["cpu", "cuda"]),
-        default="cpu",
-        help="Device of today's default and of the analytic cost. [default: cpu]",
+        help="Device of today's default and of the analytic cost. [default: that of --costs, else "
+        "cpu]",
     ),
 )
 
@@ -69,14 +73,27 @@ def fit_request(given: Mapping[str, Any]) -> Request:
     """
     if given["variant_cost_s"] and given["objective"] != "seconds":
         raise click.UsageError("--variant-cost-s is in seconds; use it with --objective seconds")
-    costs = given["costs"]
+    costs, device = _costs(given)
     return Request(
         shapes=given["shapes"],
         max_length=given["max_length"],
         align=given["align"],
         include=given["include"],
         objective=given["objective"],
-        cost=None if costs is None else CostTable.read(costs),
-        device=given["device"],
+        cost=costs,
+        device=device,
         variant_cost_s=given["variant_cost_s"],
+        **bounds(given),
     )
+
+
+def _costs(given: Mapping[str, Any]) -> tuple[CostTable | None, Device]:
+    """Return the measured costs, and the device: theirs, or the one that is asked for."""
+    path, device = given["costs"], given["device"]
+    if path is None:
+        return None, device or "cpu"
+    costs = CostTable.read(path)
+    if device is not None:
+        check_conditions(costs, {KIND: device, "layout": given["layout"]}, path)
+        return costs, device
+    return costs, "cuda" if costs.conditions.get(KIND) == "cuda" else "cpu"

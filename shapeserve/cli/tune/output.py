@@ -13,13 +13,18 @@ from rich.console import Console
 from rich.table import Table
 
 from shapeserve.cli.common import json_option, write_json
+from shapeserve.cli.tune.bound_words import (
+    latency_cells,
+    print_specialized,
+    slo_missed,
+)
 from shapeserve.cli.tune.inputs import Input
 from shapeserve.cli.tune.report import write_report
 from shapeserve.config import parse_policy
 from shapeserve.errors import ConfigError
 from shapeserve.page import require_plotly
 from shapeserve.tuning import Proposal, Request
-from shapeserve.tuning.words import NAMES, headline, sentences
+from shapeserve.tuning.words import NAMES, bounds, headline, sentences, sizes
 
 
 def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,6 +70,8 @@ def write_outputs(
     if given["json_target"] != "-":
         ordered = read.traffic.times_s is not None
         _print(Console(highlight=False), proposal, ordered=ordered)
+    if not proposal.keeps_slo:
+        raise click.ClickException(slo_missed(proposal))
 
 
 def _write_policy(proposal: Proposal, path: str, source: str) -> None:
@@ -88,16 +95,22 @@ def _write_policy(proposal: Proposal, path: str, source: str) -> None:
 def _print(console: Console, proposal: Proposal, *, ordered: bool) -> None:
     console.print(headline(proposal, ordered=ordered))
     console.print(_table(proposal))
+    for line in (*sizes(proposal), *bounds(proposal)):
+        console.print(line)
+    print_specialized(console, proposal)
     for line in sentences(proposal):
         console.print(line)
 
 
 def _table(proposal: Proposal) -> Table:
     title = "padding / all elements along the axes of a row"
+    if proposal.packed:
+        title = "padding / all elements: tails of packed batches, simulated"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     table.add_column("policy")
     timed = ("device-s",) if proposal.cost_source else ()
-    for name in ("row shapes", "first half", "second half", *timed):
+    played = ("p99 ms", "load") if proposal.proposed.p99_s is not None else ()
+    for name in (proposal.counted, "first half", "second half", *timed, *played):
         table.add_column(name, justify="right")
     for name, scored in {**proposal.compared, "proposed": proposal.proposed}.items():
         table.add_row(
@@ -106,5 +119,6 @@ def _table(proposal: Proposal) -> Table:
             f"{scored.first_half:.1%}",
             f"{scored.second_half:.1%}",
             *([] if scored.device_s is None else [f"{scored.device_s:,.1f}"]),
+            *latency_cells(scored),
         )
     return table

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shapeserve.evaluate.amortize import (
+from shapeserve.amortize import (
     BreakCost,
     Fusion,
     Launches,
