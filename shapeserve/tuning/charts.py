@@ -247,7 +247,7 @@ def _seconds_by_number(study: Study) -> Any:
             mode="lines",
             line={"color": COLOUR[name], "dash": "dash"},
         )
-    figure.update_yaxes(type="log", dtick="D2")
+    figure.update_yaxes(type="log")
     return _chosen(figure, study)
 
 

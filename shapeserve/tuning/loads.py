@@ -18,8 +18,9 @@ SHARES = (0.55, 0.25, 0.8, 0.1, 0.7, 0.4, 0.9)
 # 50 of them are slower than the 99th percentile; three policies at all loads take 3 to 10 s.
 MAX_ROWS = 5000
 BUDGET_S = 20.0
-# Busier than this a queue grows as long as rows come: its latency is about the trace's length.
-SATURATED = 0.98
+# If answers are slower than that the queue grows as long as rows come, and latency is about the
+# length of the trace. A device that is always busy is no sign of it: its batches may still grow.
+KEPT_UP = 0.98
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +31,15 @@ class LoadPoint:
         rows_per_s: rows that come, on average.
         p50_s: median latency.
         p99_s: 99th percentile of the latency.
-        busy: device seconds / the time in which rows come.
+        busy: device seconds / the time to the last answer.
+        kept_up: the time in which rows come / the time to the last answer.
     """
 
     rows_per_s: float
     p50_s: float
     p99_s: float
     busy: float
+    kept_up: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class Loads:
     Attributes:
         rows: how many were played, in the order and rhythm of the trace.
         recorded_per_s: rows that came in a second when they were recorded.
-        points: policy -> its points by ascending load, without those that saturate it.
+        points: policy -> its points by ascending load, without those that it cannot keep up with.
         left_out: loads that there was no time for.
     """
 
@@ -57,7 +60,7 @@ class Loads:
 
     @property
     def common(self) -> float | None:
-        """The highest load that no policy is saturated by; None if there is none."""
+        """The highest load that all policies keep up with; None if there is none."""
         loads = [{point.rows_per_s for point in points} for points in self.points.values()]
         return max(set.intersection(*loads), default=None)
 
@@ -96,7 +99,7 @@ def under_load(
             break
         for name, served in policies.items():
             point = _play(served, traffic, span_s, share * most_per_s / recorded_per_s)
-            if point.busy < SATURATED:
+            if point.kept_up > KEPT_UP:
                 points[name].append(point)
             on_step(next(steps), total)
         done += 1
@@ -130,5 +133,6 @@ def _play(served: Served, traffic: Traffic, span_s: float, speed: float) -> Load
         rows_per_s=outcome.rows / (span_s / speed),
         p50_s=outcome.latency_s(50),
         p99_s=outcome.latency_s(99),
-        busy=outcome.device_s / (span_s / speed),
+        busy=outcome.utilisation,
+        kept_up=span_s / speed / outcome.span_s,
     )

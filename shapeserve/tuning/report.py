@@ -63,11 +63,12 @@ def _conditions(study: Study) -> Iterator[str]:
     """Yield what was asked for and how the charts were made."""
     asked, proposal = study.request, study.proposal
     ends = ", ".join(f"{axis} {end}" for axis, end in proposal.ends.items())
+    cut = "" if proposal.packed else ", to which longer rows are cut"
     number = "chosen by the traffic" if asked.shapes is None else f"at most {asked.shapes}"
     yield (
         f"shapeserve {__version__}; {asked.device}, {asked.layout} rows; least {asked.objective}; "
         f"{proposal.counted}: {number}; "
-        f"sizes are multiples of {asked.align} and end at {ends}, to which longer rows are cut."
+        f"sizes are multiples of {asked.align} and end at {ends}{cut}."
     )
     yield (
         "The proposal is fitted to the first half of the rows and judged on the second, which the "
@@ -97,7 +98,7 @@ def _played(study: Study) -> str:
         f"{loads.recorded_per_s:,.3g} rows/s, in their rhythm but faster or slower, through the "
         f"service's own batcher on a virtual clock: one replica, batches of at most "
         f"{study.request.max_batch_tokens:,} elements, no row in the fallback. Tokenising, the "
-        "network and Python take no time there. A line ends where the device would be busy for "
-        "98 % and more."
+        "network and Python take no time there. A line ends where fewer than 98 % of the "
+        "rows that come in a second are answered in one."
         f"{cut}"
     )

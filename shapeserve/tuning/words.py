@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from shapeserve.tuning.fit import Entries
 from shapeserve.tuning.limits import MIB
-from shapeserve.tuning.loads import SATURATED
 from shapeserve.tuning.propose import Proposal
+
+_SATURATED = 0.98  # busier than this a queue grows as long as rows come
 
 NAMES = {
     "default": "today's default",
@@ -47,7 +48,7 @@ def bounds(proposal: Proposal) -> Iterator[str]:
             f"p99: of the second half, simulated at the rate of the trace; "
             f"{1e3 * proposal.p99_first_half_s:,.1f} ms on the first half, which chose"
         )
-    if (proposal.proposed.load or 0.0) > SATURATED:
+    if (proposal.proposed.load or 0.0) > _SATURATED:
         yield (
             f"load {proposal.proposed.load:.2f}: rows come faster than one device serves them, so "
             "that the latency is about the length of the trace; a lower --speed says what each of "
