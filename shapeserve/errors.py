@@ -5,6 +5,7 @@
     ShapeServeError
     ├── ConfigError              loading or validating a config; the CLI exits with 2
     ├── ModelError               loading, self-test or strict warm-up of a model; start-up fails
+    ├── RolloutFailed            a policy that was sent to a service does not serve there
     └── RequestError             anything a client is told: a status and an error body
         ├── InvalidRequest       400  the request itself is wrong (protocols, tokeniser, dispatch)
         ├── NotFound             404  no model of that name
@@ -12,6 +13,7 @@
         ├── UnsupportedMediaType 415  the body is not JSON
         ├── Overloaded           429  the batcher's queue is full; the client may retry
         ├── RowFailed            500  one row failed on the device, also when retried alone
+        ├── SwapFailed           500  a replica did not take a new policy
         ├── Unavailable          503  not ready, draining, or the device thread is dead
         └── DeadlineExceeded     504  the row's deadline passed before it ran
 """
@@ -31,6 +33,10 @@ class ConfigError(ShapeServeError):
 
 class ModelError(ShapeServeError):
     """A model cannot be loaded, or did not pass its self-test or a strict warm-up."""
+
+
+class RolloutFailed(ShapeServeError):
+    """A new policy was sent to a service that runs, and is not what serves there."""
 
 
 class RequestError(ShapeServeError):
@@ -124,6 +130,14 @@ class RowFailed(RequestError):
     status = 500
     type = "server_error"
     code = "row_failed"
+
+
+class SwapFailed(RequestError):
+    """Not every replica serves the policy that it was given."""
+
+    status = 500
+    type = "server_error"
+    code = "swap_failed"
 
 
 class Unavailable(RequestError):

@@ -8,6 +8,9 @@ keys; plain or gzipped (``.gz``):
 * a trace of several axes, ``t_s,height,width``: every name but ``t_s`` is an axis;
 * a histogram, ``tokens,count``: length in tokens, number of rows that have it.
 
+A directory stands for the traces in it, such as those of a service's replicas: their times are of
+one clock, and their rows are merged by time.
+
 Every line is checked; the first bad one raises ``ConfigError`` with its file and number.
 """
 
@@ -123,9 +126,46 @@ class Shapes:
 def read_traffic(path: str | Path) -> Traffic:
     """Read a trace or a histogram; the axis of one that only says ``len`` or ``tokens`` is seq.
 
+    Args:
+        path: a file, or a directory of traces: of those the first row comes at 0 s.
+
     Raises:
-        ConfigError: the file cannot be read, has another header, no rows, or a bad line.
+        ConfigError: the file cannot be read, has another header, no rows, or a bad line; the
+            directory has no trace, or some that do not go together.
     """
+    if Path(path).is_dir():
+        return _merged(path, _traces_in(Path(path)))
+    return _read_file(path)
+
+
+def _traces_in(directory: Path) -> list[Path]:
+    names = (".csv", ".csv.gz", ".jsonl", ".jsonl.gz")
+    paths = sorted(p for p in directory.iterdir() if p.name.endswith(names) and p.is_file())
+    if not paths:
+        raise ConfigError(
+            f"{directory}: has no trace ({', '.join(names)}); give a directory of one model's "
+            "traces, or a file"
+        )
+    return paths
+
+
+def _merged(directory: str | Path, paths: Sequence[Path]) -> Traffic:
+    parts = [_read_file(path) for path in paths]
+    for path, part in zip(paths, parts, strict=True):
+        if part.times_s is None or part.axes != parts[0].axes:
+            what = "a histogram" if part.times_s is None else f"of {', '.join(part.axes)}"
+            raise ConfigError(
+                f"{directory}: {path.name} is {what}; a directory has traces of one model, all of "
+                f"the same axes (here {', '.join(parts[0].axes)})"
+            )
+    times_s = np.concatenate([part.times_s for part in parts if part.times_s is not None])
+    order = np.argsort(times_s, kind="stable")
+    sizes = np.concatenate([part.sizes for part in parts])[order]
+    times_s = times_s[order] - times_s[order[0]]
+    return replace(parts[0], sizes=sizes, counts=np.ones(len(sizes)), times_s=times_s)
+
+
+def _read_file(path: str | Path) -> Traffic:
     header, lines = _read(path)
     if header == HISTOGRAM_HEADER:
         sizes, counts = [], []

@@ -17,7 +17,7 @@ import numpy as np
 from shapeserve.buckets import Bucket, Grid
 from shapeserve.compile.monitor import Recompile
 from shapeserve.compile.record import CompileRecord, CompileTotal, VariantState
-from shapeserve.config import ModelConfig, Policy
+from shapeserve.config import ModelConfig, Policy, predicted_waste
 from shapeserve.engine import Result, TextPair
 from shapeserve.errors import (
     ConfigError,
@@ -67,6 +67,7 @@ class FakeEngine:
         self.prepared: list[int] = []  # samples of each call
         self.waiting = 0
         self.grid = Grid(("batch", "seq"), [BUCKET])
+        self.policy = config.policy
         self._dead = ""
 
     @property
@@ -190,6 +191,9 @@ class FakeEngine:
         self.grid = Grid(("batch", "seq"), [Bucket.of(batch=1, seq=size) for size in sizes])
         self.metrics.preset(self.spec.name, [b.label for b in self.grid.buckets], ["batch", "seq"])
         self.metrics.set_grid_version(self.spec.name, self.grid.version)
+        self.metrics.set_predicted_waste(self.spec.name, predicted_waste(policy))
+        self.policy = policy
+        self.metrics.policy_swaps_total.child(self.spec.name, SwapResult.APPLIED).inc()
         return self.grid
 
     def close(self, drain_s: float = 10.0) -> None:

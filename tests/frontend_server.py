@@ -12,17 +12,21 @@ import uvicorn
 from starlette.requests import Request
 
 from shapeserve.engine import Engine
+from shapeserve.metrics import merge_texts
 from shapeserve.protocols.health import ReplicaReport
+from shapeserve.serve.admin import Guard
 from shapeserve.serve.frontend import Frontend
 
 
 @contextmanager
-def serving(engines: Mapping[str, Engine], max_body_bytes: int = 1_000_000) -> Iterator[str]:
+def serving(
+    engines: Mapping[str, Engine], max_body_bytes: int = 1_000_000, guard: Guard | None = None
+) -> Iterator[str]:
     """Serve started engines; the value is ``host:port``."""
     metrics = next(iter(engines.values())).metrics
 
     async def metrics_text() -> str:
-        return metrics.text()
+        return merge_texts({"r": metrics.text()})
 
     frontend = Frontend(
         engines,
@@ -31,6 +35,7 @@ def serving(engines: Mapping[str, Engine], max_body_bytes: int = 1_000_000) -> I
         max_body_bytes=max_body_bytes,
         metrics_text=metrics_text,
         report=lambda: ReplicaReport("r", "ready", 1, 1),
+        guard=guard,
     )
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -5,6 +5,7 @@ Each is a masked mean with something in the way; the operators stand for C exten
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -115,6 +116,40 @@ class Looped(nn.Module):
         return values.sum(1, keepdim=True) / mask.sum(1, keepdim=True)
 
 
+class Counting(nn.Module):
+    """Remembers how often it was called, and computes with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + 0.0 * self.calls
+
+
+class Scaled(nn.Module):
+    """Multiplies by a number that Python makes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * math.cos(float(x.dim()))
+
+
+class WideAsTraced(nn.Module):
+    """As wide as the traced rows are long, behind a graph break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, 40)
+        self.head = nn.Linear(40, 8)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        values = self.embed(ids)
+        torch._dynamo.graph_break()
+        values = self.head(values) * mask[:, :, None]
+        return values.sum(1) / mask.sum(1, keepdim=True)
+
+
 def _seeded(middle: nn.Module) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -156,6 +191,20 @@ def dicing() -> nn.Module:
 
 def fetching() -> nn.Module:
     return _seeded(Lambda(lambda x: x.cpu()))
+
+
+def counting() -> nn.Module:
+    return _seeded(Counting())
+
+
+def scaled() -> nn.Module:
+    return _seeded(Scaled())
+
+
+def wide_as_traced() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return WideAsTraced()
 
 
 def looped() -> nn.Module:

@@ -12,11 +12,14 @@ import pytest
 from openapi_check import Document
 from test_frontend import Service
 
+from shapeserve.config import policy_to_dict
 from shapeserve.serve import admin
 from shapeserve.serve.admin import TOKEN_VARIABLE, Guard
+from shapeserve.serve.policies import PolicyState
 
 TOKEN = "s3cret-tökén"
 URL = "/v2/models/mini/compile"
+POLICY = "/v2/models/mini/policy"
 
 
 def bearer(token: str = TOKEN, scheme: str = "Bearer") -> dict[str, Any]:
@@ -163,8 +166,142 @@ def test_the_document_says_that_the_route_needs_the_token() -> None:
     made.frontend.close()
     document: Document = made.document
     operation = document.data["paths"]["/v2/models/{model}/compile"]["get"]
+    guarded = [operation, *document.data["paths"][POLICY.replace("mini", "{model}")].values()]
     (scheme,) = operation["security"][0]
     assert document.data["components"]["securitySchemes"][scheme]["scheme"] == "bearer"
     assert TOKEN_VARIABLE in operation["description"]
-    open_ = [o for m in document.data["paths"].values() for o in m.values() if o is not operation]
-    assert not any("security" in other for other in open_)
+    assert all(one["security"] == operation["security"] for one in guarded)
+    everything = [o for m in document.data["paths"].values() for o in m.values()]
+    assert [o for o in everything if "security" in o] == guarded
+
+
+# --- policies ---------------------------------------------------------------------------------
+
+NEW = {"seq": {"explicit": [8, 16], "predicted_waste": 0.25}}
+
+
+async def put(service: Service, policy: Any) -> httpx.Response:
+    return await service.http.put(POLICY, json=policy, headers=bearer())
+
+
+def swaps(service: Service, result: str) -> float:
+    return service.counted("policy_swaps_total", model="mini", result=result)
+
+
+@pytest.mark.asyncio
+async def test_a_policy_is_put_and_told_with_the_version_of_its_grid(service: Service) -> None:
+    before = (await service.http.get(POLICY, headers=bearer())).json()
+    assert before["replicas"][0] == {
+        "replica": "r",
+        "result": "serves",
+        "grid": before["grid"],
+        "policy": {},
+        "message": "",
+    }
+    response = await put(service, NEW)
+    assert response.status_code == 200
+    after = response.json()
+    grid = service.engines["mini"].grid.version
+    assert after["grid"] == grid != before["grid"]
+    assert after["replicas"] == [
+        {"replica": "r", "result": "applied", "grid": grid, "policy": NEW, "message": ""}
+    ]
+    assert "user_config" in after["lasts"]
+    assert service.counted("policy_predicted_waste", model="mini", axis="seq") == 0.25
+    again = (await put(service, NEW)).json()
+    assert (again["replicas"][0]["result"], again["grid"]) == ("unchanged", grid)
+    by_alias = await service.http.get(POLICY.replace("mini", "ada"), headers=bearer())
+    assert by_alias.json()["replicas"][0]["policy"] == NEW
+
+
+BAD_POLICIES = {
+    "unsorted": ({"seq": {"explicit": [8, 4]}}, "seq.explicit[1]: size 4 comes after 8; sort them"),
+    "word": ({"seq": {"explicit": ["a"]}}, "must be a whole number"),
+    "waste": ({"seq": {"explicit": [8], "predicted_waste": 2}}, "predicted_waste: got 2"),
+    "key": ({"seq": {"explicitly": [8]}}, "did you mean 'explicit'?"),
+    "too long for the model": ({"seq": {"explicit": [1024]}}, "1024 is above the model's 512"),
+}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", BAD_POLICIES)
+async def test_a_bad_policy_is_refused_and_counted_and_the_old_one_serves(
+    service: Service, name: str
+) -> None:
+    policy, message = BAD_POLICIES[name]
+    grid = service.engines["mini"].grid.version
+    response = await put(service, policy)
+    assert response.status_code == 400
+    error = response.json()
+    assert message in error["error"]
+    assert "the old one serves" in error["error"]
+    assert (error["param"], error["code"]) == ("policy", "invalid_value")
+    assert swaps(service, "rejected") == 1
+    assert service.engines["mini"].grid.version == grid
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("content", "headers", "status"),
+    [
+        (b"[1]", {}, 400),
+        (b"seq: {explicit: [8]}", {}, 400),
+        (b"{}", {b"content-type": b"application/yaml"}, 415),
+        (b"{" + b" " * 3000 + b"}", {}, 413),
+    ],
+)
+async def test_a_body_that_is_no_json_object_is_refused(
+    service: Service, content: bytes, headers: dict[Any, Any], status: int
+) -> None:
+    response = await service.http.put(POLICY, content=content, headers=bearer() | headers)
+    assert response.status_code == status
+    assert swaps(service, "rejected") == 0
+
+
+@pytest.mark.asyncio
+async def test_every_replica_is_given_it_and_one_that_fails_is_named() -> None:
+    asked: list[tuple[str, Any]] = []
+    states = [PolicyState("b", "applied", "g"), PolicyState("a", "failed", "o", {}, "no memory")]
+
+    async def ask_all(model: str, policy: Any) -> list[PolicyState]:
+        asked.append((model, policy))
+        return states
+
+    service = Service(guard=Guard(TOKEN), ask_all=ask_all)
+    response = await put(service, NEW)
+    assert (response.status_code, response.json()["code"]) == (500, "swap_failed")
+    assert "1 of 2 replicas serve the new policy; a failed: no memory" in response.json()["error"]
+    assert asked == [("mini", NEW)]
+    states[1] = PolicyState("r", "applied", "g")
+    answer = (await put(service, NEW)).json()
+    assert [state["replica"] for state in answer["replicas"]] == ["r", "b"]  # its own first
+    states[:] = [PolicyState("r", "rejected", message="too long"), PolicyState("b", "applied")]
+    assert (await put(service, NEW)).status_code == 500  # they do not agree: somebody must look
+    service.frontend.close()
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_swapped_while_the_service_stops(service: Service) -> None:
+    service.frontend.drain(lambda: None)
+    assert (await put(service, NEW)).status_code == 503
+    assert service.engines["mini"].policy == {}
+
+
+@pytest.mark.asyncio
+async def test_the_deployed_policies_win_whenever_serve_says_them(service: Service) -> None:
+    await put(service, NEW)
+    deployed = {"mini": {"seq": {"explicit": [8, 32]}}}
+    await service.frontend.policies.reconfigure(deployed)
+    assert policy_to_dict(service.engines["mini"].policy) == deployed["mini"]
+
+
+@pytest.mark.asyncio
+async def test_a_swap_that_breaks_down_is_told_and_not_raised(service: Service) -> None:
+    def explode(policy: Any) -> Any:
+        raise MemoryError("no room for the graphs")
+
+    service.engines["mini"].swap_policy = explode  # type: ignore[method-assign]
+    response = await put(service, NEW)
+    assert response.status_code == 500
+    assert "r failed: MemoryError: no room for the graphs" in response.json()["error"]
+    await service.frontend.policies.reconfigure({"mini": NEW, "unknown": NEW})

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
@@ -21,6 +22,8 @@ from shapeserve.config import (
     json_schema,
     model_directory,
     parse_policy,
+    policy_to_dict,
+    predicted_waste,
 )
 from shapeserve.config.docs import render_docs
 from shapeserve.errors import ConfigError
@@ -551,6 +554,42 @@ def test_python_code_may_build_the_models_directly() -> None:
 
 
 SHAPES = {"height,width": {"shapes": [[480, 640], [640, 480]]}}
+IMAGE_WASTE = {"height": 0.1, "width": 0.2}
+
+
+def test_what_the_tuner_predicted_survives_and_is_told_by_axis() -> None:
+    data = {
+        "seq": {"explicit": [8], "predicted_waste": 0.08},
+        "height,width": SHAPES["height,width"] | {"predicted_waste": IMAGE_WASTE},
+        "frames": {"explicit": [4]},
+    }
+    policy = parse_policy(data)
+    assert predicted_waste(policy) == {"seq": 0.08, **IMAGE_WASTE}
+    assert policy_to_dict(policy) == data
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ({"seq": {"explicit": [8], "predicted_waste": 1}}, "seq.predicted_waste: got 1"),
+        (
+            {"batch": {"explicit": [8], "predicted_waste": 0.1}},
+            "batch.predicted_waste: predicted_waste is of the sizes of a row, batch is none",
+        ),
+        (
+            {"height,width": SHAPES["height,width"] | {"predicted_waste": 0.1}},
+            "given for height,width; give one share for each of height, width",
+        ),
+        (
+            {"height,width": SHAPES["height,width"] | {"predicted_waste": {"height": 0.1}}},
+            "given for height; give one share",
+        ),
+    ],
+    ids=["all", "batch", "one of two", "half"],
+)
+def test_a_prediction_of_something_else_is_refused(policy: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_policy(policy)
 
 
 def test_shapes_survive_yaml_plain_data_and_the_policy_alone(tmp_path: Path) -> None:

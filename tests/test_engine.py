@@ -682,9 +682,14 @@ def test_i2_a_new_policy_is_warmed_beside_the_old_one_and_swapped(text_dir: Path
         old = engine.grid
         compiles = engines.value(engine, "compiles_total")
         grid = engine.swap_policy(
-            {"seq": AxisPolicy(explicit=(12, 24)), "batch": AxisPolicy(explicit=(1, 3))}
+            policy := {
+                "seq": AxisPolicy(explicit=(12, 24), predicted_waste=0.3),
+                "batch": AxisPolicy(explicit=(1, 3)),
+            }
         )
         assert engine.grid is grid
+        assert engine.policy == policy
+        assert engines.value(engine, "policy_predicted_waste", axis="seq") == 0.3
         assert grid.version != old.version
         assert engine.run([tiny.text_of(10)])[0].bucket.endswith("seq=12")
         assert engines.value(engine, "compiles_total") == compiles

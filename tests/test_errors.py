@@ -14,6 +14,7 @@ STATUS_AND_WORDS = [
     ("UnsupportedMediaType", 415, "invalid_request_error", "unsupported_media_type"),
     ("Overloaded", 429, "overloaded_error", "queue_full"),
     ("RowFailed", 500, "server_error", "row_failed"),
+    ("SwapFailed", 500, "server_error", "swap_failed"),
     ("Unavailable", 503, "server_error", "unavailable"),
     ("DeadlineExceeded", 504, "timeout_error", "deadline_exceeded"),
 ]

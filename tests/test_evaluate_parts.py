@@ -336,6 +336,19 @@ def test_the_sentences_say_the_numbers() -> None:
     assert "Padding: 10.0% of the elements" in said
 
 
+def test_numbers_that_contradict_each_other_are_called_noise() -> None:
+    """A request contains a call of the module, so it cannot be the faster of the two."""
+    quiet = evaluation()
+    assert not any("Noise" in line for line in sentences(quiet, account(quiet)))
+    rows = tuple(
+        replace(row, latency=took(5, 0.02)) if row.scope is Scope.REQUEST else row
+        for row in quiet.rows
+    )
+    busy = evaluation(rows=rows)
+    (said,) = (line for line in sentences(busy, account(busy)) if "Noise" in line)
+    assert "eager the module alone took 5.00 times as long as a whole request" in said
+
+
 def test_a_report_escapes_what_it_was_given() -> None:
     evil = "</script><script>alert(1)</script>"
     found = evaluation(model=evil)

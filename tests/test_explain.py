@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
+import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +17,15 @@ import numpy as np
 import pytest
 import remedy_modules
 import tiny
+import torch
 import yaml
 from click.testing import CliRunner, Result
 
 from shapeserve.cli import main
 from shapeserve.config import ServeConfig
+from shapeserve.errors import ConfigError
 from shapeserve.explain import Explanation, explain
+from shapeserve.explain.recompiles import read_recompiles
 from shapeserve.metrics import GraphBreakReason
 
 MODULES = Path(remedy_modules.__file__)
@@ -237,3 +243,122 @@ def test_a_remedy_that_cannot_be_used_is_refused_by_name(
     assert result.exit_code == code
     assert message in " ".join(result.stderr.split())
     assert "Traceback" not in result.stderr
+
+
+# --- what must not be called clean, and what must not be called a fault
+
+
+def test_a_hidden_size_that_equals_a_traced_one_is_not_taken_for_the_axis() -> None:
+    (program,) = explained("wide_as_traced").programs
+    assert program.sizes["seq"] == 39  # torch would tie 40 to the width of the layer
+    assert program.recompiles == ()
+    assert [axis.state for axis in program.axes] == ["dynamic", "dynamic"]
+
+
+def test_a_module_that_changes_with_each_call_is_a_fault_of_its_attributes(tmp_path: Path) -> None:
+    result = run(tmp_path, "counting")
+    assert result.exit_code == 1
+    assert "calls" in result.stdout
+    assert "not from what earlier calls left in the module" in result.stdout
+    assert "other sizes" not in result.stdout
+
+
+def test_a_specialised_axis_has_a_remedy(tmp_path: Path) -> None:
+    assert "remedy: work on the axis with tensor operators" in run(tmp_path, "tied").stdout
+
+
+def test_a_number_that_python_made_is_no_copy_to_the_host() -> None:
+    assert explained("scaled").blockers == ()
+
+
+def test_a_guard_of_torch_itself_is_no_fault() -> None:
+    """As torch 2.13 writes them."""
+    ours = "0/0: size == 3    # if size > 3:  # model/parts.py:12 in forward"
+    torchs = "0/0: Eq(s1, 1)    # F.conv2d(  # nn/modules/conv.py:560 in f (_ops.py:1 in conv)"
+    found = read_recompiles([ours, torchs, ours])
+    assert [(again.torchs, again.what.split("  ")[0]) for again in found] == [
+        (False, ours.replace("    ", " ").replace("  ", " ")),
+        (True, torchs.replace("    ", " ").replace("  ", " ")),
+    ]
+
+
+def test_a_process_without_torch_compile_explains_nothing() -> None:
+    off = torch._dynamo.config.patch(disable=True)
+    with off, pytest.raises(ConfigError, match="unset TORCHDYNAMO_DISABLE"):
+        explained("clean")
+
+
+def test_what_a_model_prints_is_not_in_the_json(tmp_path: Path) -> None:
+    result = run(tmp_path, "printing", "--json", "-")
+    assert json.loads(result.stdout)["models"]
+    assert "side effect" in result.stderr
+
+
+def test_the_models_behind_one_that_does_not_load_are_explained(tmp_path: Path) -> None:
+    broken = {**remedy_modules.config("clean"), "name": "broken", "import": "remedy_modules:none"}
+    path, target = tmp_path / "service.yaml", tmp_path / "out.json"
+    path.write_text(yaml.safe_dump({"models": [broken, remedy_modules.config("clean")]}))
+    result = CliRunner().invoke(main, ["explain", str(path), "--json", str(target)])
+    assert result.exit_code == 1
+    assert "remedy_modules:none" in result.stderr
+    assert len(json.loads(target.read_text())["models"]) == 1
+
+
+@pytest.mark.parametrize("target", ["missing/out.json", "."])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shapeserve.explain.explain", None)
+    result = run(tmp_path, "clean", "--json", target)
+    assert result.exit_code == 2
+    assert f"--json {target}: cannot be written" in result.stderr
+
+
+def test_the_example_of_the_documents_starts_with_its_remedies(tmp_path: Path) -> None:
+    """Every block of docs/compile.md as it stands, in a process of its own."""
+    page = (MODULES.parents[1] / "docs" / "compile.md").read_text()
+    python = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    settings = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "ranker.py").write_text(python[0])
+    (tmp_path / "ranker_ops.py").write_text(python[1])
+    config = settings[0] + settings[1]
+    (tmp_path / "ranker.yaml").write_text(config)
+    # Decompositions are for Inductor, which takes its time.
+    lines = [line for line in config.splitlines() if "decompositions:" not in line]
+    (tmp_path / "quick.yaml").write_text("\n".join([*lines, "    backend: eager"]))
+    code = (
+        "from shapeserve import Engine, ServeConfig\n"
+        "engine = Engine(ServeConfig.from_yaml('quick.yaml')).start()\n"
+        "print(engine.run([{'ids': [1, 2, 3]}])[0].mode)\n"
+        "engine.close()"
+    )
+    paths = [str(MODULES.parents[1]), str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    for arguments, said in (
+        (["-c", code], "compiled"),
+        (["-m", "shapeserve.cli", "explain", "ranker.yaml"], "clean"),
+    ):
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split()[-1] == said
+
+
+def test_operators_that_only_the_model_defines_are_refused_as_a_start_would(tmp_path: Path) -> None:
+    (tmp_path / "too_early.py").write_text(
+        "import torch\ntorch.library.register_fake('remedy::late', torch.empty_like)\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    try:
+        result = run(tmp_path, "declared", custom_ops=["too_early"])
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert result.exit_code == 1
+    assert "let it import what defines its operators" in result.stderr

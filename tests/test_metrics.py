@@ -55,9 +55,11 @@ fallbacks_total{model,reason} compiles_total{model,stage,phase}
 compile_seconds_total{model,stage,phase} recompiles_total{model,reason}
 graph_breaks_total{model,reason} eager_frames_total{model,reason}
 compile_cache_total{model,result} captures_total{model,outcome} policy_swaps_total{model,result}
-nonfinite_rows_total{model} variants{model,tier,state} bucket_area{model,bucket}
+nonfinite_rows_total{model} recorded_rows_total{model,result}
+variants{model,tier,state} bucket_area{model,bucket}
 graph_pool_bytes{model} queue_rows{model} queue_tokens{model} warmup_ratio{model}
-warmup_seconds{model} request_seconds{model,endpoint} queue_seconds{model}
+warmup_seconds{model} policy_predicted_waste{model,axis}
+request_seconds{model,endpoint} queue_seconds{model}
 execute_seconds{model,mode} request_length{model,axis} grid_info{model,version}
 build_info{version,python,torch,device}
 """

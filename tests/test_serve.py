@@ -19,7 +19,7 @@ import pytest
 import tritonclient.http as triton
 import tritonclient.http.aio as triton_aio
 from fake_engine import BUCKET
-from service_process import ServiceProcess, eventually, free_port
+from service_process import ADMIN_TOKEN, ServiceProcess, eventually, free_port
 from tiny import text_of, write_classifier, write_model
 from tritonclient.utils import InferenceServerException
 
@@ -444,6 +444,23 @@ def test_no_user_config_at_all_brings_a_replica_down(service: ServiceProcess) ->
     service.do(raw_policies={"tiny": POLICY})
     assert (service.replicas(), grids(service, "narrow")) == (replicas, before)
     assert service.ready()[0] == 200
+
+
+def test_the_administrators_policy_reaches_every_replica_in_place(service: ServiceProcess) -> None:
+    replicas, path = service.replicas(), "/v2/models/narrow/policy"
+    token = {"authorization": f"Bearer {ADMIN_TOKEN}"}
+    put = service.http.put(path, json=POLICY, headers=token).json()
+    assert {(s["replica"], s["result"]) for s in put["replicas"]} == {
+        (replica, "applied") for replica in replicas
+    }
+    assert grids(service, "narrow") == {put["grid"]}
+    told = service.http.get(path, headers=token).json()
+    assert [state["policy"] for state in told["replicas"]] == [POLICY, POLICY]
+    bad = service.http.put(path, json={"seq": {"explicit": [8, 9999]}}, headers=token)
+    assert (bad.status_code, bad.json()["param"]) == (400, "policy")
+    assert "9999 is above" in bad.json()["error"]
+    assert grids(service, "narrow") == {put["grid"]}
+    assert service.replicas() == replicas
 
 
 def test_a_policy_that_is_none_is_refused_before_it_is_deployed(service: ServiceProcess) -> None:

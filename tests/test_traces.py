@@ -195,3 +195,35 @@ def test_a_bad_trace_of_shapes_is_refused(tmp_path: Path, text: str, message: st
 def test_recorded_images_and_recordings_are_read_whole(trace_dir: Path) -> None:
     assert sum(read_shapes(trace_dir / "coco_val2017.csv.gz").rows.values()) == 5000
     assert sum(read_shapes(trace_dir / "librispeech_devclean.csv.gz").rows.values()) == 2703
+
+
+# --- directories
+
+
+def test_the_traces_of_a_directory_are_merged_by_time_from_the_first_row_on(tmp_path: Path) -> None:
+    write(tmp_path / "a.csv", "t_s,seq\n1000.5,1\n1002,3\n")
+    write(tmp_path / "b.csv.gz", "t_s,seq\n1000,7\n1001.5,8\n1002,9\n")
+    write(tmp_path / "notes.txt", "not a trace")
+    traffic = read_traffic(tmp_path)
+    assert (traffic.axes, traffic.rows, traffic.named) == (("seq",), 5, True)
+    assert traffic.times_s is not None
+    assert traffic.times_s.tolist() == [0.0, 0.5, 1.5, 2.0, 2.0]
+    assert traffic.sizes[:, 0].tolist() == [7, 1, 8, 3, 9]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("t_s,height,width\n0,4,4\n", r"b.csv is of height, width; .* \(here seq\)"),
+        ("tokens,count\n4,4\n", "b.csv is a histogram; a directory has traces of one model"),
+        ("t_s,seq\n0,zero\n", "b.csv:2: seq='zero'"),
+    ],
+    ids=["axes", "histogram", "line"],
+)
+def test_what_does_not_go_together_in_a_directory_is_refused_by_name(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    write(tmp_path / "a.csv", "t_s,seq\n0,1\n")
+    write(tmp_path / "b.csv", text)
+    with pytest.raises(ConfigError, match=message):
+        read_traffic(tmp_path)

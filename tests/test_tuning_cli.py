@@ -140,7 +140,27 @@ def test_measured_costs_are_used_and_named(tmp_path: Path) -> None:
 
 
 BAD = {
-    "no trace": (("-k", "4"), "Missing option '--trace'"),
+    "no trace": (("-k", "4"), "give either --trace FILE (or a directory) or --prometheus URL"),
+    "two sources": (
+        ("--trace", TEXTS, "--prometheus", "http://127.0.0.1:9"),
+        "give either --trace FILE",
+    ),
+    "range of a trace": (("--trace", TEXTS, "--range", "1h"), "--range is for --prometheus"),
+    "form of a trace": (
+        ("--trace", TEXTS, "--prometheus-form", "ray"),
+        "--prometheus-form is for --prometheus",
+    ),
+    "axis of Prometheus": (
+        ("--prometheus", "http://127.0.0.1:9", "--axis", "seq"),
+        "--axis is for --trace",
+    ),
+    "no address": (("--prometheus", "localhost:9090"), "must be an address such as http://"),
+    "a file": (("--prometheus", "file:///etc/passwd"), "must be an address such as http://"),
+    "nobody there": (
+        ("--prometheus", "http://127.0.0.1:9"),
+        "--prometheus: http://127.0.0.1:9/api/v1/query cannot be reached",
+    ),
+    "empty directory": (("--trace", Path(__file__).parent), "has no trace"),
     "no file": (("--trace", "none.csv"), "none.csv: cannot be read: No such file"),
     "k of 0": (("--trace", TEXTS, "-k", "0"), "0 is not in the range"),
     "axis of two": (("--trace", IMAGES, "--axis", "seq"), "this trace has height, width"),

@@ -3,11 +3,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shapeserve.config import parse_policy
+from shapeserve.config import parse_policy, predicted_waste
 from shapeserve.errors import ConfigError
 from shapeserve.policy import generate_axis
 from shapeserve.traces import Traffic, read_traffic
 from shapeserve.tuning import ANALYTIC, Formula, Request, Rules, fit, propose, waste
+from shapeserve.tuning.fit import waste_by_axis
 from shapeserve.tuning.propose import guarded
 
 TRACES = Path(__file__).parent.parent / "benchmarks" / "data" / "traces"
@@ -149,6 +150,19 @@ def test_the_policy_is_what_a_configuration_takes() -> None:
     proposal = propose(lengths(4, 9, 4, 9), Request(shapes=2))
     policy = parse_policy(proposal.policy())
     assert generate_axis(policy["seq"]) == proposal.proposed.buckets["seq"]
+
+
+def test_the_policy_says_what_padding_the_unseen_half_has_along_each_axis() -> None:
+    sizes = np.random.default_rng(3).integers(1, 64, (64, 2))
+    traffic = Traffic(("height", "width"), sizes, np.ones(64), np.arange(64.0))
+    proposal = propose(traffic, Request(shapes=3))
+    predicted = predicted_waste(parse_policy(proposal.policy()))
+    assert set(predicted) == {"height", "width"}
+    assert min(predicted.values()) > 0
+    assert sum(predicted.values()) == pytest.approx(proposal.proposed.second_half, abs=1e-4)
+    one = Traffic(("height", "width"), np.array([[3, 4]]), np.ones(1))
+    shares = waste_by_axis(one, {"height,width": ((8, 8),)})
+    assert shares == {"height": 5 * 8 / 64, "width": 3 * 4 / 64}
 
 
 def test_every_step_is_told() -> None:

@@ -50,7 +50,7 @@ def images(rows: int = ROWS) -> Traffic:
 
 def studied(traffic: Traffic, request: Request | None = None) -> Study:
     request = request or Request(shapes=4)
-    return study("trace.csv", traffic, request, propose(traffic, request))
+    return study("trace.csv", "a planted note", traffic, request, propose(traffic, request))
 
 
 def served(*sizes: int) -> Served:
@@ -170,6 +170,7 @@ def test_a_report_of_a_histogram_has_no_latencies_and_says_why() -> None:
     traffic = Traffic(("seq",), np.array([[3], [9], [30]]), np.array([50.0, 20.0, 9.0]))
     text = render(studied(traffic))
     assert "No latencies: the traffic has no times." in text
+    assert "<li>a planted note</li>" in text
     assert "p50 ms" not in text
     assert "a histogram has no order" in text
 

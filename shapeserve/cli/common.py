@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,21 @@ def choose_model(config: ServeConfig, name: str | None, option: str) -> ModelCon
             f"{', '.join(named)}"
         )
     return chosen[0]
+
+
+def check_target(option: str, target: str | None) -> None:
+    """Refuse a file that cannot be written, before the minutes that its content takes.
+
+    Raises:
+        ConfigError: its directory does not exist or is not writable, or it is a directory.
+    """
+    if target is None or target == "-":
+        return
+    path = Path(target)
+    directory = path.parent
+    if path.is_dir() or not directory.is_dir() or not os.access(directory, os.W_OK):
+        what = "it is a directory" if path.is_dir() else f"no writable directory {directory}"
+        raise ConfigError(f"{option} {target}: cannot be written: {what}; give another path")
 
 
 def write_json(data: Any, target: str) -> None:

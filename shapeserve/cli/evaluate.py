@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -11,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shapeserve.cli.common import (
+    check_target,
     config_argument,
     json_option,
     load_config,
@@ -66,6 +69,8 @@ def evaluate_command(
       shapeserve evaluate --model ./all-MiniLM-L6-v2 --grid 1x16,8x128 --report report.html
       shapeserve evaluate service.yaml --lengths trace.csv.gz --json result.json
     """
+    check_target("--json", json_target)
+    check_target("--report", report)
     config = load_config(config_path, model)
     recorded = None if lengths is None else read_shapes(lengths)
     # Read when torch is loaded; its profiler says on stderr when it starts and stops.
@@ -79,7 +84,10 @@ def evaluate_command(
     options = Options(grid, recorded)
     found = []
     for model_config in config.models:
-        with WarmupDisplay(Console(stderr=True, highlight=False), "evaluating") as display:
+        with (
+            WarmupDisplay(Console(stderr=True, highlight=False), "evaluating") as display,
+            contextlib.redirect_stdout(sys.stderr),  # what the model prints is no result
+        ):
             found.append(evaluate(model_config, options, display))
     accounts = [account(evaluation) for evaluation in found]
     pairs = [*zip(found, accounts, strict=True)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from shapeserve.cli.common import (
+    check_target,
     config_argument,
     debug_options,
     json_option,
@@ -20,12 +23,14 @@ from shapeserve.cli.common import (
     with_debug,
     write_json,
 )
+from shapeserve.errors import ModelError
 
 if TYPE_CHECKING:
     from shapeserve.explain import Explanation
-    from shapeserve.explain.report import Axis, Break, CustomOp, Summary, TracedProgram
+    from shapeserve.explain.report import Axis, Break, CustomOp, Recompile, Summary, TracedProgram
 
 _GUARDS = 3  # shown of an axis
+_RECOMPILES = 4  # shown of a program
 
 
 @click.command("explain")
@@ -57,19 +62,31 @@ def explain_command(
     from shapeserve.compile.debug import keep_artefacts, log_all_recompiles
     from shapeserve.explain import explain
 
+    check_target("--json", json_target)
     config = with_debug(load_config(config_path, model), compile_debug_dir, log_recompiles)
-    explained = []
+    explained, failed = [], []
     for one in config.models:
         if one.compile.log_recompiles:
             log_all_recompiles()
-        with keep_artefacts(one.compile.debug_dir, one.name or "model"):
-            explained.append(explain(one))
+        # What the model prints is not what this command prints.
+        with (
+            keep_artefacts(one.compile.debug_dir, one.name or "model"),
+            contextlib.redirect_stdout(sys.stderr),
+        ):
+            try:
+                explained.append(explain(one))
+            except ModelError as error:  # the next model may be explained
+                failed.append(error)
+        if one.compile.debug_dir is not None:
+            click.echo(f"torch's trace and logs are in {one.compile.debug_dir}", err=True)
     if json_target is not None:
         write_json({"models": [e.to_dict() for e in explained]}, json_target)
     if json_target != "-":
         console = Console(highlight=False, soft_wrap=False)
         for explanation in explained:
             _print(console, explanation)
+    if failed:
+        raise ModelError("\n".join(map(str, failed)))
     if any(explanation.faults for explanation in explained):
         context.exit(1)
 
@@ -86,8 +103,8 @@ def _print(console: Console, found: Explanation) -> None:
     if found.split_us is not None:
         splits = max(program.splits for program in found.programs)
         console.print(
-            f"cost of leaving compiled code: {splits} times a call, at least {found.split_us:.0f} "
-            f"us each (measured here on small functions): {splits * found.split_us:.0f} us a call"
+            f"cost of leaving compiled code: {splits} times a call, about {found.split_us:.0f} us "
+            f"each (measured here on small functions): {splits * found.split_us:.0f} us a call"
         )
     _print_capture(console, found)
     if found.before is not None:
@@ -114,8 +131,16 @@ def _print_program(console: Console, program: TracedProgram, breaks: Sequence[Br
         _print_axis(console, axis)
     kinds = ", ".join(f"{kind} {n}" for kind, n in list(program.guards.items())[:5])
     console.print(f"guards: {kinds}")
-    for reason in program.recompiles:
-        console.print(f"[red]recompiles[/red] for other sizes: {escape(reason)}", soft_wrap=True)
+    _print_recompiles(console, program.recompiles)
+
+
+def _print_recompiles(console: Console, recompiles: Sequence[Recompile]) -> None:
+    for again in recompiles[:_RECOMPILES]:
+        mark = "recompiles" if again.torchs else "[red]recompiles[/red]"
+        console.print(f"{mark} ({again.reason}): {escape(again.what)}", soft_wrap=True)
+        console.print(f"    remedy: {escape(again.remedy)}", soft_wrap=True)
+    if (more := len(recompiles) - _RECOMPILES) > 0:
+        console.print(f"    and {more} more recompiles (--json has them)")
 
 
 def _print_break(console: Console, broken: Break) -> None:
@@ -146,7 +171,10 @@ def _print_axis(console: Console, axis: Axis) -> None:
         line += f" at {axis.size}: {axis.why}"
     if axis.place:
         line += f" ({axis.place} {axis.place.code})"
-    console.print(escape(line), style="red" if axis.state == "specialised" else "", soft_wrap=True)
+    specialised = axis.state == "specialised"
+    console.print(escape(line), style="red" if specialised else "", soft_wrap=True)
+    if specialised:
+        console.print(f"    remedy: {escape(axis.remedy)}", soft_wrap=True)
     # The short ones are those that a reader understands; a convolution makes dozens.
     shown = sorted(axis.constraints, key=lambda c: len(c.guard))[:_GUARDS]
     for constraint in shown:
@@ -163,7 +191,7 @@ def _ops_table(ops: Iterable[CustomOp]) -> Table:
             how = f"splits it {op.splits} times"
         else:
             how = "decomposed, fuses" if op.decomposed else "opaque, not fused"
-        us = "" if op.us_per_call is None else f">= {op.us_per_call:.0f}"
+        us = "" if op.us_per_call is None else f"{op.us_per_call:.0f}"
         table.add_row(op.name, str(op.calls), _yes(op.fake), how, us)
     return table
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shapeserve.cli.common import (
+    check_target,
     choose_model,
     config_argument,
     json_option,
@@ -19,7 +20,6 @@ from shapeserve.cli.common import (
     write_json,
 )
 from shapeserve.cli.warmup import WarmupDisplay
-from shapeserve.errors import ConfigError
 from shapeserve.traces import read_shapes
 from shapeserve.tuning import CostPoint, CostTable
 from shapeserve.tuning.variants import VariantCosts
@@ -75,13 +75,14 @@ def profile_command(
     """
     if lengths is not None and not specialized:
         raise click.UsageError("--lengths says which buckets to specialise; add --specialized N")
+    check_target("--out", out)
+    check_target("--json", json_target)
     config = choose_model(load_config(config_path, model), model_name, "--model-name")
     recorded = None if lengths is None else read_shapes(lengths)
     # Read when torch is loaded; its profiler says on stderr when it starts and stops.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from shapeserve.profile.session import Options, profile
 
-    _check_writable(out)
     with WarmupDisplay(Console(stderr=True, highlight=False), "profiling") as display:
         table = profile(config, Options(points, specialized, recorded), display)
     table.write(out)
@@ -89,17 +90,6 @@ def profile_command(
         write_json(table.to_dict(), json_target)
     if json_target != "-":
         _print(Console(highlight=False), table, out)
-
-
-def _check_writable(path: str) -> None:
-    """Find out before minutes of measurements, without touching what is there."""
-    try:
-        with open(path, "a", encoding="utf-8"):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"--out {path}: cannot be written: {error.strerror}; give another path"
-        ) from error
 
 
 def _print(console: Console, table: CostTable, out: str) -> None:

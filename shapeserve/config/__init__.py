@@ -11,7 +11,9 @@ from shapeserve.config.policy import (
     Policy,
     axes_of,
     policy_of,
+    predicted_waste,
 )
+from shapeserve.config.record import Record
 from shapeserve.config.schema import (
     Batching,
     Limits,
@@ -21,6 +23,8 @@ from shapeserve.config.schema import (
     ServeConfig,
     json_schema,
     parse_policy,
+    policy_schemas,
+    policy_to_dict,
 )
 from shapeserve.config.tensors import DType, InputSpec, OutputSpec
 
@@ -39,6 +43,7 @@ __all__ = [
     "OverMax",
     "Policy",
     "RareShape",
+    "Record",
     "ServeConfig",
     "along",
     "axes_of",
@@ -46,4 +51,7 @@ __all__ = [
     "model_directory",
     "parse_policy",
     "policy_of",
+    "policy_schemas",
+    "policy_to_dict",
+    "predicted_waste",
 ]

@@ -9,7 +9,7 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from shapeserve.buckets import BATCH, TOKENS
-from shapeserve.config.base import Float, Frozen, Int, Size, field, problem
+from shapeserve.config.base import Axis, Float, Frozen, Int, Size, field, problem
 
 
 class Linear(Frozen):
@@ -55,6 +55,9 @@ def _check_min_max(low: int, high: int) -> None:
         raise problem(f"min {low} is above max {high}; swap them or raise max", "min")
 
 
+Share = Annotated[Float, Field(ge=0, lt=1)]
+
+
 class AxisPolicy(Frozen):
     """How the sizes of one axis are made, or of several together: exactly one of the ways."""
 
@@ -65,6 +68,12 @@ class AxisPolicy(Frozen):
         "Sizes of several axes that belong together, under a key that names them all, such as "
         "`height,width`: [[480, 640], [640, 480]].",
         "elements",
+        None,
+    )
+    predicted_waste: Share | Mapping[Axis, Share] | None = field(
+        "Padding that `shapeserve tune` expects of these sizes, exported for alerts as "
+        "`shapeserve_policy_predicted_waste`; axis -> share where the key names several.",
+        "share of the elements along the axes of a row, 0 to 1",
         None,
     )
 
@@ -148,9 +157,39 @@ def policy_of(policy: Policy, axis: str) -> tuple[str, int, AxisPolicy] | None:
     return None
 
 
+def predicted_waste(policy: Policy) -> dict[str, float]:
+    """Return axis -> padding that the tuner expects along it, of the axes it says something of."""
+    waste: dict[str, float] = {}
+    for key, sizes in policy.items():
+        if isinstance(sizes.predicted_waste, Mapping):
+            waste |= sizes.predicted_waste
+        elif sizes.predicted_waste is not None:
+            waste[key] = sizes.predicted_waste
+    return waste
+
+
+def _check_prediction(key: str, sizes: AxisPolicy) -> None:
+    axes, waste = axes_of(key), sizes.predicted_waste
+    if waste is None:
+        return
+    if BATCH in axes or TOKENS in axes:
+        raise problem(
+            f"predicted_waste is of the sizes of a row, {key} is none of them; remove it",
+            *(key, "predicted_waste"),
+        )
+    named = set(waste) if isinstance(waste, Mapping) else {key}
+    if named != set(axes):
+        raise problem(
+            f"predicted_waste is given for {', '.join(sorted(named))}; give one share for each of "
+            f"{', '.join(axes)}",
+            *(key, "predicted_waste"),
+        )
+
+
 def _check_keys(policy: Mapping[str, AxisPolicy]) -> Mapping[str, AxisPolicy]:
     seen: dict[str, str] = {}
     for key, sizes in policy.items():
+        _check_prediction(key, sizes)
         axes = axes_of(key)
         for axis in axes:
             if axis in seen:

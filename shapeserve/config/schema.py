@@ -37,6 +37,7 @@ from shapeserve.config.http import HttpConfig
 from shapeserve.config.load import Document
 from shapeserve.config.paths import is_package_path, model_directory
 from shapeserve.config.policy import Policy, axes_of
+from shapeserve.config.record import Record
 from shapeserve.config.tensors import InputSpec, OutputSpec
 
 OverMax = Literal["fallback", "split", "truncate", "reject"]
@@ -193,6 +194,12 @@ class ModelConfig(Frozen):
     limits: Limits = field("Bounds on rows, batches and the queue.", "section", Limits())
     compile: CompileConfig = field("How variants are built.", "section", CompileConfig())
     batching: Batching = field("When a batch is dispatched.", "section", Batching())
+    record: Record | None = field(
+        "Write the sizes and arrival times of accepted rows to files, for `shapeserve tune`; unset "
+        "writes nothing.",
+        "section",
+        None,
+    )
     token_embeddings: Bool = field(
         "Give the vector of every token as well, as the output `token_embeddings` [batch, seq, D] "
         "without padding (text encoders; not over `/v1/embeddings`).",
@@ -440,6 +447,9 @@ def _anchored(model: ModelConfig, base: Path) -> ModelConfig:
     if model.compile.debug_dir is not None:
         kept = str(base / Path(model.compile.debug_dir).expanduser())
         changed["compile"] = model.compile.model_copy(update={"debug_dir": kept})
+    if model.record is not None:
+        kept = str(base / Path(model.record.path).expanduser())
+        changed["record"] = model.record.model_copy(update={"path": kept})
     return model.model_copy(update=changed)
 
 
@@ -453,6 +463,23 @@ def parse_policy(data: Mapping[str, Any]) -> Policy:
         return _POLICY.validate_python(data)
     except ValidationError as error:
         raise Document(data).explain(error) from None
+
+
+def policy_to_dict(policy: Policy) -> dict[str, Any]:
+    """Return a policy as plain JSON data; :func:`parse_policy` reads it back."""
+    dumped: dict[str, Any] = _POLICY.dump_python(policy, mode="json", exclude_none=True)
+    return dumped
+
+
+def policy_schemas(ref_template: str) -> dict[str, Any]:
+    """Return the JSON schema of a policy, under ``Policy``, and those that it refers to.
+
+    Args:
+        ref_template: how it refers, with ``{model}`` for the name.
+    """
+    schema = _POLICY.json_schema(ref_template=ref_template)
+    schemas: dict[str, Any] = schema.pop("$defs")
+    return {**schemas, "Policy": schema}
 
 
 def json_schema() -> dict[str, Any]:

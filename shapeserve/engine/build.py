@@ -17,7 +17,7 @@ from shapeserve.compile.decompose import load_decompositions
 from shapeserve.compile.islands import island_waits
 from shapeserve.compile.monitor import CompileMonitor
 from shapeserve.compile.variants import Programs, VariantSet
-from shapeserve.config import ModelConfig, Policy
+from shapeserve.config import ModelConfig, Policy, predicted_waste
 from shapeserve.dispatch import Dispatcher
 from shapeserve.engine.modules import Prepared, make_grid, make_layout, prepare
 from shapeserve.errors import ConfigError, ModelError
@@ -106,6 +106,7 @@ def build(config: ModelConfig, metrics: Metrics, report: Callable[[WarmupProgres
         report(step)
     publish_variants(runner, metrics)
     metrics.set_grid_version(model.spec.name, grid.version)
+    metrics.set_predicted_waste(model.spec.name, predicted_waste(config.policy))
     dispatcher = make_dispatcher(model, config, grid)
     return Built(model, config, programs, probe, monitor, runner, dispatcher)
 

@@ -15,7 +15,7 @@ from shapeserve.batcher import Batch, Batcher, Row
 from shapeserve.buckets import Grid
 from shapeserve.compile.debug import keep_artefacts, log_all_recompiles
 from shapeserve.compile.record import CompileRecord, compile_record
-from shapeserve.config import ModelConfig, Policy, ServeConfig
+from shapeserve.config import ModelConfig, Policy, ServeConfig, predicted_waste
 from shapeserve.engine.build import Built, build, new_runner
 from shapeserve.engine.combine import combine
 from shapeserve.engine.device import DeviceThread, Finish, Source, Work
@@ -23,6 +23,7 @@ from shapeserve.engine.execute import BatchExecutor
 from shapeserve.engine.mail import Mail
 from shapeserve.engine.offline import run_offline
 from shapeserve.engine.prepare import Preparer
+from shapeserve.engine.record import Recorder
 from shapeserve.engine.rows import (
     Outcome,
     PreparedRow,
@@ -98,6 +99,7 @@ class Engine:
         device: DeviceThread | None = None,
     ) -> None:
         self.config = _one_model(config)
+        self._policy = self.config.policy
         self.metrics = metrics or Metrics()
         self.progress = WarmupProgress()
         self._on_progress = on_progress
@@ -115,6 +117,7 @@ class Engine:
         self._running: list[Batch] = []  # taken from the queue and not settled
         self._built: Built | None = None
         self._preparer: Preparer | None = None
+        self._recorder: Recorder | None = None
         self._device = device or DeviceThread(threads=self.config.threads)
         if self.config.threads not in (None, self._device.threads):
             raise ConfigError(
@@ -150,6 +153,11 @@ class Engine:
             self._device.leave(self._source, 1.0)
             self._state = "closed"
             raise
+        if self.config.record is not None:
+            self._recorder = Recorder(
+                self.config.record, self.spec.name, self.spec.row_axes, self.metrics
+            )
+            self._recorder.start()
         self.metrics.warmup_seconds.labels(model=self.spec.name).set(time.monotonic() - started)
         with self._device.lock:
             if self._state != "starting":
@@ -197,6 +205,8 @@ class Engine:
         with self._device.lock:
             self._wait_while(lambda: bool(self._running), deadline)
         self._device.leave(self._source, deadline - time.monotonic())
+        if self._recorder is not None:
+            self._recorder.close()
         self._state = "closed"
 
     def _wait_while(self, condition: Callable[[], bool], deadline_s: float) -> None:
@@ -224,6 +234,11 @@ class Engine:
     def grid(self) -> Grid:
         """The grid that serves now."""
         return self._ready_parts().runner.grid
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that the grid was made from."""
+        return self._policy
 
     @property
     def runner(self) -> ModelRunner:
@@ -445,9 +460,11 @@ class Engine:
     ) -> None:
         metrics, model = self.metrics, self.spec.name
         metrics.rows_accepted_total.labels(model=model).inc(len(prepared))
-        for axis in self.spec.row_axes:
-            lengths = [sample.sizes[axis] for sample in samples]
+        columns = [[sample.sizes[axis] for sample in samples] for axis in self.spec.row_axes]
+        for axis, lengths in zip(self.spec.row_axes, columns, strict=True):
             metrics.request_length.labels(model=model, axis=axis).observe_all(lengths)
+        if self._recorder is not None:
+            self._recorder.add([*zip(*columns, strict=True)])
         for row in prepared:
             if row.reason is not None:
                 metrics.fallbacks_total.labels(model=model, reason=row.reason).inc()
@@ -583,7 +600,9 @@ class Engine:
                 raise
             self._built = built.with_runner(runner)
             self._preparer = self._new_preparer(self._built)
+            self._policy = policy
             self.metrics.set_grid_version(self.spec.name, runner.grid.version)
+            self.metrics.set_predicted_waste(self.spec.name, predicted_waste(policy))
             publish_variants(runner, self.metrics)
             swaps(result=SwapResult.APPLIED).inc()
         return runner.grid

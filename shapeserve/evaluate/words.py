@@ -6,13 +6,17 @@ from collections.abc import Iterator
 
 from shapeserve.amortize import Padding
 from shapeserve.evaluate.account import HORIZONS, Account, Gain
-from shapeserve.evaluate.result import Arm, Evaluation
+from shapeserve.evaluate.result import Arm, Evaluation, Scope
+
+# Medians of quiet runs differ by that much; what they contradict each other by above it is load.
+_NOISE = 1.05
 
 
 def sentences(found: Evaluation, sums: Account) -> list[str]:
     """Return what the numbers add up to, and what they rest on."""
     return [
         *_mix(found),
+        *_noise(found),
         *_compiling(sums),
         *_specializing(found, sums),
         *_fusion(sums),
@@ -25,6 +29,26 @@ def _mix(found: Evaluation) -> Iterator[str]:
         yield "Calls are weighed by the recorded rows."
     else:
         yield "No traffic was given (--lengths), so every measured bucket counts alike."
+
+
+def _noise(found: Evaluation) -> Iterator[str]:
+    """Say so where the numbers contradict each other: a request contains a call of the module."""
+    factor, where = 1.0, ""
+    for label in found.buckets:
+        for arm in Arm:
+            module = found.latency(label, arm, Scope.MODULE)
+            request = found.latency(label, arm, Scope.REQUEST)
+            if module is None or request is None or request.median_s >= module.median_s:
+                continue
+            if (ratio := module.median_s / request.median_s) > factor:
+                factor, where = ratio, f"{label} {arm}"
+    if factor > _NOISE:
+        yield (
+            f"Noise: at {where} the module alone took {factor:.2f} times as long as a whole "
+            "request with it, so other work ran on this machine. Differences below that factor, "
+            "and the break-even points that rest on them, say nothing; measure again when it is "
+            "quiet."
+        )
 
 
 def _compiling(sums: Account) -> Iterator[str]:
@@ -65,7 +89,8 @@ def _specializing(found: Evaluation, sums: Account) -> Iterator[str]:
             + (
                 "The dynamic one is never the dearer."
                 if start is None
-                else f"The specialised ones are no dearer from {start:,} calls of the mix on."
+                else f"Instead of it, the specialised ones are no dearer from {start:,} calls of "
+                "the mix on."
             )
         )
 

@@ -98,7 +98,10 @@ def _remedy(
     if kind is GraphBreakReason.DATA_DEPENDENT:
         return f"compute both sides and choose with torch.where, or use torch.cond; or {island}"
     if kind is GraphBreakReason.SIDE_EFFECT:
-        return "take the call out of forward, or put it under `not torch.compiler.is_compiling()`"
+        return (
+            "take the call out of forward, or put it under `not torch.compiler.is_compiling()`; "
+            f"or {island}"
+        )
     if kind is GraphBreakReason.EXPLICIT:
         return "remove the call that asks torch for a break"
     if kind is GraphBreakReason.UNSUPPORTED_CALL:

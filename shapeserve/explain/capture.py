@@ -54,7 +54,9 @@ def _of_break(broken: Break) -> Blocker:
 
 def _of_graph(graph: TracedGraph) -> Iterator[Blocker]:
     for node in graph.nodes:
-        if node.op == "call_method" and (node.target in _TO_HOST or _to_cpu(node)):
+        if node.op != "call_method" or _python_number(node):
+            continue
+        if node.target in _TO_HOST or _to_cpu(node):
             yield Blocker("cpu_sync", f"Tensor.{node.target} copies to the host", _line(node))
     for node in graph.ops:
         if _waits(node):
@@ -73,6 +75,17 @@ def _to_cpu(node: torch.fx.Node) -> bool:
     # Traced on the CPU, ``x.to(y.device)`` names the CPU as well, but as a device.
     wanted = [*node.args[1:], *node.kwargs.values()]
     return node.target == "to" and any(isinstance(w, str) and w == "cpu" for w in wanted)
+
+
+def _python_number(node: torch.fx.Node) -> bool:
+    """Whether ``item`` gives back a number that Python made: Dynamo hands those in as tensors."""
+    (given, *_) = node.args
+    return (
+        node.target == "item"
+        and isinstance(given, torch.fx.Node)
+        and given.op == "placeholder"
+        and getattr(given.meta.get("example_value"), "dtype", None) == torch.float64
+    )
 
 
 def _unsafe(op: object) -> bool:

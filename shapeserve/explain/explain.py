@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -13,10 +16,11 @@ from shapeserve.compile.decompose import Table, load_decompositions
 from shapeserve.compile.islands import OpWatch, island_waits
 from shapeserve.config import ModelConfig
 from shapeserve.engine.modules import Prepared, prepare
-from shapeserve.errors import ModelError
+from shapeserve.errors import ConfigError, ModelError
 from shapeserve.explain.breaks import read_breaks
 from shapeserve.explain.capture import find_blockers, host_random
 from shapeserve.explain.cost import split_us
+from shapeserve.explain.recompiles import read_recompiles
 from shapeserve.explain.report import CustomOp, Explanation, Graph, Summary, TracedProgram
 from shapeserve.explain.shapes import read_axes
 from shapeserve.explain.trace import Trace, TracedGraph, trace_program
@@ -40,11 +44,39 @@ def explain(config: ModelConfig) -> Explanation:
         ConfigError: the config does not fit the model.
         ModelError: the model cannot be loaded or run.
     """
+    if torch._dynamo.config.disable:
+        raise ConfigError(
+            "torch.compile is switched off in this process, so nothing would be traced; unset "
+            "TORCHDYNAMO_DISABLE"
+        )
     remedies = config.compile
     before = None
+    if remedies.custom_ops:
+        _check_order(remedies.custom_ops)
     if remedies.eager_islands or remedies.decompositions or remedies.custom_ops:
         before = _without_remedies(config)
     return _explain(config, before)
+
+
+def _check_order(modules: Sequence[str]) -> None:
+    """Import ``compile.custom_ops`` as a service does, before the model.
+
+    In a process of its own: here the comparison without them has loaded the model first, so that a
+    module that needs what the model defines would be found to work.
+    """
+    code = (
+        "import sys; from shapeserve.models.imports import import_custom_ops as run\n"
+        "from shapeserve.errors import ModelError\n"
+        "try: run(sys.argv[1:])\n"
+        "except ModelError as error: sys.exit(str(error))"
+    )
+    paths = [path or os.getcwd() for path in sys.path]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *modules], env=environment, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise ModelError(done.stderr.strip().splitlines()[-1])
 
 
 def _without_remedies(config: ModelConfig) -> Summary | None:
@@ -94,10 +126,9 @@ def _here(config: ModelConfig) -> tuple[ModelConfig, tuple[str, ...]]:
     """A model for CUDA is traced on the CPU where there is no GPU."""
     if config.device == "cpu" or torch.cuda.is_available():
         return config, ()
-    note = (
-        "traced on the CPU: on CUDA text is packed by default and has kernels of its own, and "
-        "copies between host and device show only there"
-    )
+    note = "traced on the CPU: copies between host and device show only on CUDA"
+    if config.import_ is None:
+        note += ", where text is packed by default and has kernels of its own"
     return config.model_copy(update={"device": "cpu"}), (note,)
 
 
@@ -157,10 +188,10 @@ def _program(
         sizes=sizes,
         graphs=tuple(_graph(graph, found) for graph in found.graphs),
         breaks=read_breaks(found.breaks, prepared.model.inner),
-        axes=read_axes(found.sizes, sizes),
+        axes=read_axes(found.sizes, sizes, tried=found.tried and not found.recompiles),
         guards=dict(found.guards.most_common()),
         checked_guards=found.guards.total() if found.breaks else found.kept_guards,
-        recompiles=tuple(dict.fromkeys(found.recompiles)),
+        recompiles=read_recompiles(found.recompiles),
     )
 
 

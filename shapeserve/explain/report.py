@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from shapeserve.metrics import GraphBreakReason
+from shapeserve.metrics import GraphBreakReason, RecompileReason
 
 AxisState = Literal["dynamic", "specialised", "one"]
 BlockerKind = Literal["graph_break", "data_dependent", "cpu_sync", "host_random", "unsafe_op"]
@@ -89,6 +89,7 @@ class Axis:
         why: what specialised it, or empty.
         place: where.
         constraints: further guards on it.
+        remedy: what to do about a specialised one.
     """
 
     name: str
@@ -97,6 +98,25 @@ class Axis:
     why: str = ""
     place: Place | None = None
     constraints: tuple[Constraint, ...] = ()
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Recompile:
+    """A compile in a later call: at other sizes, or of a model that had changed.
+
+    Attributes:
+        reason: its class, as in ``recompiles_total``.
+        what: the guard that failed, on one line.
+        torchs: whether code of torch made the guard, such as a convolution's choice of a kernel.
+            Warm-up runs every bucket, so it costs a longer start and nothing else.
+        remedy: what to do.
+    """
+
+    reason: RecompileReason
+    what: str
+    torchs: bool
+    remedy: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +132,7 @@ class TracedProgram:
         guards: kind of guard -> number.
         checked_guards: those that every call checks; a program of one graph drops the guards on
             its frozen weights and attributes.
-        recompiles: why other sizes of the grid compiled once more; full guard texts.
+        recompiles: compiles in later calls: the same once more, then other sizes of the grid.
     """
 
     name: str
@@ -122,7 +142,7 @@ class TracedProgram:
     axes: tuple[Axis, ...]
     guards: Mapping[str, int]
     checked_guards: int
-    recompiles: tuple[str, ...]
+    recompiles: tuple[Recompile, ...]
 
     @property
     def splits(self) -> int:
@@ -224,7 +244,7 @@ class Explanation:
             "graph breaks": len(self.breaks),
             "opaque operators": len(self.opaque_ops),
             "specialised axes": len({a.name for p in self.programs for a in p.axes if _bad(a)}),
-            "recompiles for other sizes": sum(len(p.recompiles) for p in self.programs),
+            "recompiles": sum(not r.torchs for p in self.programs for r in p.recompiles),
             "reasons against a capture": len(self.blockers) if self.wants_capture else 0,
         }
         return tuple(f"{what}: {n}" for what, n in counts.items() if n)

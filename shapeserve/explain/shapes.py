@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from traceback import FrameSummary
 
 from shapeserve.compile.islands import user_frame
+from shapeserve.explain.recompiles import SIZE_REMEDY
 from shapeserve.explain.report import Axis, Constraint, Place
 from shapeserve.explain.trace import SizeEvent
 
@@ -14,12 +15,20 @@ _SYMBOL = re.compile(r"\b[su]\d+\b")
 _SAME = re.compile(r"Eq\((\w+), \1\)")
 
 
-def read_axes(events: Sequence[SizeEvent], sizes: Mapping[str, int]) -> tuple[Axis, ...]:
+def read_axes(
+    events: Sequence[SizeEvent], sizes: Mapping[str, int], *, tried: bool
+) -> tuple[Axis, ...]:
     """Return a fact for each axis.
 
-    The sizes of a trace are unlike each other and every fixed dimension, so that a symbol belongs
-    to the axis that has its size. Where the grid leaves no such sizes, axes are tied: torch takes
-    equal sizes for the same one (duck sizing).
+    The sizes of a trace are unlike each other, so that a symbol belongs to the axis that has its
+    size. Where the grid leaves no such sizes, axes are tied: torch takes equal sizes for the same
+    one (duck sizing).
+
+    Args:
+        events: what torch said of sizes.
+        sizes: axis -> size of the trace.
+        tried: whether other sizes ran without a compile. Then none of these is specialised: behind
+            a graph break a hidden dimension may have the size of an axis, and be specialised.
     """
     symbols = {
         str(event.data["symbol"]): axis
@@ -28,7 +37,8 @@ def read_axes(events: Sequence[SizeEvent], sizes: Mapping[str, int]) -> tuple[Ax
         for axis, size in sizes.items()
         if str(event.data.get("val")) == str(size)
     }
-    return tuple(_axis(axis, sizes, symbols, events) for axis in sizes)
+    heard = [e for e in events if not (tried and e.kind == "symbolic_shape_specialization")]
+    return tuple(_axis(axis, sizes, symbols, heard) for axis in sizes)
 
 
 def _axis(
@@ -43,12 +53,12 @@ def _axis(
     twins = [other for other in sizes if other != axis and sizes[other] == size]
     if twins:
         why = f"of the size of {', '.join(twins)} in every trace: torch ties them (duck sizing)"
-        return Axis(axis, "specialised", size, why)
+        return Axis(axis, "specialised", size, why, remedy="let the policy have other sizes")
     mine = [symbol for symbol, owner in symbols.items() if owner == axis]
     for event in events:
         if event.kind == "symbolic_shape_specialization" and event.data.get("symbol") in mine:
             why = f"the code holds for {axis}={event.data.get('value')} only"
-            return Axis(axis, "specialised", size, why, _place(event))
+            return Axis(axis, "specialised", size, why, _place(event), remedy=SIZE_REMEDY)
     return Axis(axis, "dynamic", size, constraints=_constraints(mine, symbols, events))
 
 

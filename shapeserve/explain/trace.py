@@ -68,6 +68,7 @@ class Trace:
         kept_guards: those of them that a program of one graph keeps.
         frames: compile id -> (function, place).
         recompiles: guard texts of compiles in later calls.
+        tried: whether other sizes ran.
     """
 
     graphs: list[TracedGraph] = field(default_factory=list)
@@ -77,6 +78,7 @@ class Trace:
     frames: dict[str, tuple[str, str]] = field(default_factory=dict)
     recompiles: list[str] = field(default_factory=list)
     kept_guards: int = 0
+    tried: bool = False
 
     def copy(self) -> Trace:
         """What was said up to now."""
@@ -114,6 +116,7 @@ def trace_program(
             _count_runs(first.graphs, lambda: program(*calls[0]))
             for inputs in calls[1:]:
                 program(*inputs)
+            first.tried = len(calls) > 1
             known = {str(r.compile_id) for r in records}
             later = [r for r in _records() if str(r.compile_id) not in known]
             first.recompiles += [str(r.recompile_reason) for r in later if r.recompile_reason]

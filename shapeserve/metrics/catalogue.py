@@ -156,6 +156,13 @@ class SwapResult(StrEnum):
     FAILED = "failed"
 
 
+class RecordResult(StrEnum):
+    """What became of a row that ``record`` asks to be noted."""
+
+    WRITTEN = "written"
+    LOST = "lost"
+
+
 class Endpoint(StrEnum):
     """The route of a request; ``other`` is every path that does not exist."""
 
@@ -407,6 +414,13 @@ CATALOGUE: tuple[MetricDef, ...] = (
         "Rows whose output held NaN or infinity, once each.",
         model=Scope.MODEL,
     ),
+    _counter(
+        "recorded_rows_total",
+        "Accepted rows whose sizes were to be recorded (`record`): written to the file, or lost "
+        "because it could not be.",
+        model=Scope.MODEL,
+        result=RecordResult,
+    ),
     _gauge(
         "variants",
         "Variants of the grid in use, under the tier that serves them.",
@@ -433,6 +447,13 @@ CATALOGUE: tuple[MetricDef, ...] = (
         model=Scope.MODEL,
     ),
     _gauge("warmup_seconds", "Time from start to the seal; 0 until then.", model=Scope.MODEL),
+    _gauge(
+        "policy_predicted_waste",
+        "Padding along an axis / all elements along the axes of a row, as `shapeserve tune` "
+        "predicted it for the policy in use; 0 if the policy does not say.",
+        model=Scope.MODEL,
+        axis=Scope.AXIS,
+    ),
     _histogram(
         "request_seconds",
         "Time from the request's arrival to its answer, whatever the outcome.",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shapeserve.metrics import queries
 from shapeserve.metrics.catalogue import CATALOGUE, MetricDef, Scope
+from shapeserve.metrics.queries import View
 
 _HEAD = """\
 # Metrics
@@ -16,48 +18,19 @@ Base units. Every series below exists, at 0, before the first request. `/metrics
 below do. A replica that restarts starts new series at 0, which `rate()` and `increase()` expect.
 """
 
+_VIEW = View()
 _QUERIES: tuple[tuple[str, str], ...] = (
+    ("Padding waste of each axis (0..1)", queries.waste_by_axis(_VIEW)),
+    ("Padding waste, all axes", queries.waste(_VIEW)),
+    ("Device-seconds spent on padding, per second", queries.padding_device_seconds(_VIEW)),
     (
-        "Padding waste along `seq` (0..1)",
-        'sum by (model) (rate(shapeserve_tokens_total{kind="padding_seq"}[5m]))\n'
-        "  / sum by (model) (rate(shapeserve_tokens_total[5m]))",
+        "Something compiled on the request path (how often, also by a replica that is new)",
+        _VIEW.events("recompiles_total", by="model, reason"),
     ),
-    (
-        "Padding waste, all axes",
-        '1 - sum by (model) (rate(shapeserve_tokens_total{kind="real"}[5m]))\n'
-        "  / sum by (model) (rate(shapeserve_tokens_total[5m]))",
-    ),
-    (
-        "Device-seconds spent on padding, per second",
-        "sum by (model) (\n"
-        "  sum by (model, bucket) (rate(shapeserve_device_seconds_total[5m]))\n"
-        '  * sum by (model, bucket) (rate(shapeserve_tokens_total{kind!="real"}[5m]))\n'
-        "  / (sum by (model, bucket) (rate(shapeserve_tokens_total[5m])) > 0)\n"
-        ")",
-    ),
-    (
-        "Alert: something compiled on the request path",
-        "sum by (model, reason) (increase(shapeserve_recompiles_total[5m])) > 0",
-    ),
-    (
-        "Share of rows that go to the fallback, by reason",
-        "sum by (model, reason) (rate(shapeserve_fallbacks_total[5m]))\n"
-        "  / ignoring (reason) group_left\n"
-        "  sum by (model) (rate(shapeserve_rows_accepted_total[5m]))",
-    ),
-    (
-        "p99 of a request",
-        "histogram_quantile(0.99,\n"
-        "  sum by (model, le) (rate(shapeserve_request_seconds_bucket[5m])))",
-    ),
-    (
-        "Alert: requests are refused because the queue is full",
-        'sum by (model) (rate(shapeserve_rejected_total{reason=~"queue_.*"}[5m])) > 0',
-    ),
-    (
-        "Alert: fewer replicas answer the scrape than there should be (here 2)",
-        "count(shapeserve_build_info) < 2",
-    ),
+    ("Share of rows that go to the fallback, by reason", queries.fallback_share_by_reason(_VIEW)),
+    ("p99 of a request", _VIEW.quantile(0.99, "request_seconds")),
+    ("Share of requests refused because the queue is full", queries.refused_share(_VIEW)),
+    ("Replicas that answer the scrape", queries.replicas(_VIEW)),
 )
 
 _SCRAPE = """\
@@ -67,6 +40,9 @@ _SCRAPE = """\
   out and named in a comment.
 - Ray's own metrics port (`--metrics-export-port`): the same metrics, mirrored, as
   `ray_shapeserve_...` with Ray's labels. A series appears there with its first change.
+
+Scrape exactly one of the two: [monitoring.md](monitoring.md) says which, and has the rules, alerts
+and dashboards that are made of these queries.
 """
 
 

@@ -70,6 +70,7 @@ class Metrics:
     captures_total: Instrument[Counter]
     policy_swaps_total: Instrument[Counter]
     nonfinite_rows_total: Instrument[Counter]
+    recorded_rows_total: Instrument[Counter]
     variants: Instrument[Gauge]
     bucket_area: Instrument[Gauge]
     graph_pool_bytes: Instrument[Gauge]
@@ -77,6 +78,7 @@ class Metrics:
     queue_tokens: Instrument[Gauge]
     warmup_ratio: Instrument[Gauge]
     warmup_seconds: Instrument[Gauge]
+    policy_predicted_waste: Instrument[Gauge]
     request_seconds: Instrument[Histogram]
     queue_seconds: Instrument[Histogram]
     execute_seconds: Instrument[Histogram]
@@ -152,6 +154,11 @@ class Metrics:
             self.grid_info.remove(model=model, version=old)
         self._grid_versions[model] = version
         self.grid_info.labels(model=model, version=version).set(1)
+
+    def set_predicted_waste(self, model: str, waste: Mapping[str, float]) -> None:
+        """Say what padding the policy in use was expected to have; axes it leaves out get 0."""
+        for axis in self._scopes[model][Scope.AXIS]:
+            self.policy_predicted_waste.labels(model=model, axis=axis).set(waste.get(axis, 0.0))
 
     def record_request(
         self, model: str, endpoint: Endpoint, outcome: Outcome, seconds: float

@@ -6,6 +6,7 @@ weights.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shapeserve.models.describe import describe
@@ -36,7 +37,13 @@ def load(config: ModelConfig, device: torch.device | str) -> LoadedModel:
     if config.import_ is not None:
         from shapeserve.models.module import load_module
 
-        return load_module(config, device)
+        return _with_widths(load_module(config, device))
     from shapeserve.models.text import load_text
 
-    return load_text(config, device)
+    return _with_widths(load_text(config, device))
+
+
+def _with_widths(model: LoadedModel) -> LoadedModel:
+    tensors = [*model.module.parameters(), *model.module.buffers()]
+    widths = frozenset(size for tensor in tensors for size in tensor.shape)
+    return replace(model, spec=replace(model.spec, widths=widths))

@@ -17,12 +17,14 @@ def import_custom_ops(modules: Iterable[str]) -> None:
     for name in modules:
         try:
             importlib.import_module(name)
-        except (
-            Exception
-        ) as error:  # the user's code: whatever it raises, the operators are not there
+        except Exception as error:  # the user's code: whatever it raises, they are not there
+            remedy = (
+                "install the package or put its directory on PYTHONPATH"
+                if isinstance(error, ImportError)
+                else "it is imported before the model, so let it import what defines its operators"
+            )
             raise ModelError(
-                f"compile.custom_ops: {name}: {type(error).__name__}: {error}; install the package "
-                "or put its directory on PYTHONPATH"
+                f"compile.custom_ops: {name}: {type(error).__name__}: {error}; {remedy}"
             ) from error
 
 

@@ -100,6 +100,7 @@ class ModelSpec:
         pooling: one of ``POOLINGS``; None unless the task is ``embed``.
         normalize: whether the vectors have length 1.
         head: what the logits mean; None unless the task is ``classify``.
+        widths: every size of a weight or buffer; empty before they are loaded.
     """
 
     name: str
@@ -118,6 +119,7 @@ class ModelSpec:
     pooling: str | None = None
     normalize: bool = False
     head: Head | None = None
+    widths: frozenset[int] = frozenset()
 
     @property
     def row_axes(self) -> tuple[str, ...]:

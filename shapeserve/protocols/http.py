@@ -29,6 +29,7 @@ OIP = "/v2"
 OIP_MODEL = "/v2/models/{model}"
 OIP_VERSION = "/v2/models/{model}/versions/{version}"
 COMPILE = f"{OIP_MODEL}/compile"
+POLICY = f"{OIP_MODEL}/policy"
 PATHS = (
     *(EMBEDDINGS, RERANK, CLASSIFY, MODELS),
     *(OIP, f"{OIP_MODEL}/infer", METRICS, OPENAPI, LIVE, READY),

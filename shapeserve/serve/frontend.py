@@ -27,6 +27,7 @@ from shapeserve.serve.endpoints.openapi import OpenApi
 from shapeserve.serve.endpoints.operations import Operations
 from shapeserve.serve.endpoints.texts import Texts
 from shapeserve.serve.grpc import GrpcFrontend
+from shapeserve.serve.policies import AskAll, Policies
 from shapeserve.serve.routing import Router
 from shapeserve.serve.service import Route, Service
 
@@ -44,12 +45,14 @@ class Frontend:
         max_body_bytes: longer bodies are refused with 413.
         metrics_text: returns the exposition of all replicas.
         report: returns this replica's own health report.
+        ask_all: swaps a policy on every replica, or asks which serves; this one if not given.
         guard: lets the administrator in; nobody, if there is none.
         max_inflight_bytes: of all bodies held at a time; more are refused with 429.
         max_answer_bytes: requests for larger tensors are refused with 400.
 
     Attributes:
         grpc: answers gRPC with the same engines.
+        policies: of these engines.
 
     Thread rule: one event loop. Nothing here blocks it.
     """
@@ -63,6 +66,7 @@ class Frontend:
         max_body_bytes: int,
         metrics_text: Callable[[], Awaitable[str]],
         report: Callable[[], health.ReplicaReport],
+        ask_all: AskAll | None = None,
         guard: Guard | None = None,
         max_inflight_bytes: float = math.inf,
         max_answer_bytes: float = math.inf,
@@ -76,6 +80,7 @@ class Frontend:
             max_answer_bytes=max_answer_bytes,
         )
         self.grpc = GrpcFrontend(self._service, self._ledger, report)
+        self.policies = Policies(engines, metrics, report().replica)
         self._guard = guard or Guard()
         self._public = Router(
             [
@@ -88,7 +93,8 @@ class Frontend:
         )
         # What only the administrator may see has a router of its own, so that to everybody else
         # it is as if it were not there.
-        self._all = Router([*self._public.routes, *Admin(self._service, report).routes])
+        admin = Admin(self._service, report, self.policies, ask_all or self.policies.only_here)
+        self._all = Router([*self._public.routes, *admin.routes])
 
     async def __call__(self, request: Request) -> Response:
         """Answer one request; only the cancellation by Ray is raised (the client went away)."""

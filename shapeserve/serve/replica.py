@@ -10,7 +10,7 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
@@ -18,14 +18,15 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response
 
-from shapeserve.config import ModelConfig, ServeConfig, parse_policy
-from shapeserve.errors import ConfigError, ShapeServeError, Unavailable
-from shapeserve.metrics import Metrics, SwapResult, merge_texts
+from shapeserve.config import ModelConfig, ServeConfig
+from shapeserve.errors import ConfigError, Unavailable
+from shapeserve.metrics import Metrics, merge_texts
 from shapeserve.protocols.health import ReplicaReport, State
 from shapeserve.serve.admin import Guard
 from shapeserve.serve.frontend import Frontend
 from shapeserve.serve.grpc import GrpcMethods
 from shapeserve.serve.health import Heartbeat
+from shapeserve.serve.policies import PolicyState
 from shapeserve.serve.ray_metrics import RayMirror
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ log = logging.getLogger("shapeserve.serve")
 
 # A peer that has not answered a scrape by then is left out of it: Prometheus gives up at 10 s.
 SCRAPE_TIMEOUT_S = 5.0
+# A swap warms the new grid: seconds on a CPU, minutes for hundreds of captures. Arbitrary.
+SWAP_TIMEOUT_S = 600.0
+# Ray's control plane is back within seconds, or somebody has to look at it. Arbitrary.
+ASK_AGAIN_S = 5.0
 
 # Serve checks the health of a replica as soon as it counts it as running; the proxies hear of it
 # after that. HAProxy's reload was seen 0.65 s later: until then requests take a detour of 0.4 s,
@@ -89,7 +94,6 @@ class ShapeServe(GrpcMethods):
             self._beating.cancel()
             raise
         self._by_name = {engine.spec.name: engine for engine in self._engines}
-        self._applied: dict[str, Any] = {}
         self._frontend = Frontend(
             self._by_name,
             aliases={engine.spec.name: engine.config.aliases for engine in self._engines},
@@ -97,6 +101,7 @@ class ShapeServe(GrpcMethods):
             max_body_bytes=config.serve.max_body_bytes,
             metrics_text=self._all_metrics,
             report=self.report,
+            ask_all=self._all_policies,
             guard=Guard.from_environment(),
             max_inflight_bytes=config.serve.inflight_bytes,
             max_answer_bytes=config.serve.max_answer_bytes,
@@ -177,11 +182,8 @@ class ShapeServe(GrpcMethods):
         """Return the exposition of all replicas, or of this one if the others cannot be asked."""
         parts: dict[str, str | None] = {}
         try:
-            if self._peers is None:
-                self._peers = await asyncio.to_thread(
-                    serve.get_deployment_handle, *self._deployment
-                )
-            answers = await self._peers.broadcast("metrics_text").results_async(
+            peers = await self._all_replicas()
+            answers = await peers.broadcast("metrics_text").results_async(
                 timeout_s=SCRAPE_TIMEOUT_S, return_exceptions=True
             )
             for i, answer in enumerate(answers):
@@ -211,41 +213,47 @@ class ShapeServe(GrpcMethods):
         except (AttributeError, TypeError, ValueError):
             log.error("user_config is not {policies: {MODEL: policy}}; it is ignored")
             return
-        for name in self._applied.keys() - policies.keys():
-            policies[name] = None  # taken back: the configured one serves again
-        for name, policy in policies.items():
-            try:
-                await self._apply(name, policy)
-            except Exception:
-                log.exception("the policy for model %r was not applied", name)
+        await self._frontend.policies.reconfigure(policies)
+
+    async def policy_here(self, model: str, policy: Mapping[str, Any] | None) -> PolicyState:
+        """Swap a policy on this replica, or say which serves; replicas ask each other."""
+        return await self._frontend.policies.here(model, policy)
+
+    async def _all_policies(
+        self, model: str, policy: Mapping[str, Any] | None
+    ) -> Sequence[PolicyState]:
+        """Swap a policy on every replica, or ask which serves.
+
+        Raises:
+            Unavailable: the replicas cannot be asked; nothing was changed.
+        """
+        try:
+            peers = await self._all_replicas()
+            asked = peers.broadcast("policy_here", model, policy)
+        except Exception as error:
+            log.warning("cannot ask the replicas for their policy", exc_info=True)
+            raise Unavailable(
+                "the replicas cannot be asked, and nothing was changed; try again",
+                retry_after_s=ASK_AGAIN_S,
+            ) from error
+        answers = await asked.results_async(timeout_s=SWAP_TIMEOUT_S, return_exceptions=True)
+        return [
+            answer
+            if isinstance(answer, PolicyState)
+            else PolicyState(f"unreachable-{i}", "silent", message=repr(answer))
+            for i, answer in enumerate(answers)
+        ]
+
+    async def _all_replicas(self) -> DeploymentHandle[Any]:
+        if self._peers is None:
+            self._peers = await asyncio.to_thread(serve.get_deployment_handle, *self._deployment)
+        return self._peers
 
     def _beat_now(self) -> None:
         """Report at once; whoever stops the service waits for it."""
         task = asyncio.create_task(self._heart.beat())
         self._beats.add(task)  # or it may be collected while it runs
         task.add_done_callback(self._beats.discard)
-
-    async def _apply(self, name: str, policy: Any) -> None:
-        engine = self._by_name.get(name)
-        if engine is None:
-            served = ", ".join(self._by_name)
-            log.error("user_config has a policy for %r; served are: %s; ignored", name, served)
-            return
-        if self._applied.get(name) == policy:
-            return  # Serve calls again whenever anything else of the deployment changes
-        try:
-            parsed = engine.config.policy if policy is None else parse_policy(policy)
-        except ConfigError as error:
-            self._metrics.policy_swaps_total.child(name, SwapResult.REJECTED).inc()
-            log.error("the policy for model %r is not valid and was not applied: %s", name, error)
-            return
-        try:
-            grid = await asyncio.to_thread(engine.swap_policy, parsed)
-        except ShapeServeError as error:  # counted by the engine
-            log.error("the policy for model %r was not applied: %s", name, error)
-            return
-        self._applied[name] = policy
-        log.info("model %r serves grid %s", name, grid.version)
 
     # --- end ----------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import numpy as np
 from shapeserve.buckets import BATCH, TOKENS
 from shapeserve.config import RareShape, axes_of
 from shapeserve.traces import Traffic
-from shapeserve.tuning.fit import Buckets, assigned, fit, waste
+from shapeserve.tuning.fit import Buckets, assigned, fit, waste, waste_by_axis
 from shapeserve.tuning.limits import Footprint
 from shapeserve.tuning.packed import PackedTask
 from shapeserve.tuning.request import Request, Scored
@@ -36,6 +36,7 @@ class Proposal:
         gap: of the search, see ``Fit``.
         curve: number of shapes -> waste on rows that the fit had not seen, within the first half;
             empty if the number was given.
+        predicted: axis -> padding along it / all elements, of the rows of the second half.
         guarded: share of the second half's rows that the default ``rare_shapes`` would send to the
             fallback, because their bucket would be more padding than it allows.
         cost_source: where ``device_s`` comes from, None without it.
@@ -55,6 +56,7 @@ class Proposal:
     optimum_second_half: float
     gap: float
     curve: Mapping[int, float]
+    predicted: Mapping[str, float]
     guarded: float
     cost_source: str | None
     batches: tuple[int, ...] | None = None
@@ -78,15 +80,18 @@ class Proposal:
         """Whether the rows that the fit had not seen keep the bound, if there is one."""
         return self.slo_s is None or (self.proposed.p99_s or 0.0) <= self.slo_s
 
-    def policy(self) -> dict[str, dict[str, list[Any]]]:
+    def policy(self) -> dict[str, dict[str, Any]]:
         """Return the ``policy`` block of a model's configuration."""
-        made: dict[str, dict[str, list[Any]]] = {
-            key: {"explicit": list(entries)}
-            if len(axes_of(key)) == 1
-            else {"shapes": [list(shape) for shape in entries if isinstance(shape, tuple)]}
-            for key, entries in self.proposed.buckets.items()
-        }
+        made = {key: self._sizes(key) for key in self.proposed.buckets}
         return made if self.batches is None else {**made, BATCH: {"explicit": [*self.batches]}}
+
+    def _sizes(self, key: str) -> dict[str, Any]:
+        entries, axes = self.proposed.buckets[key], axes_of(key)
+        predicted = {axis: round(self.predicted[axis], 4) for axis in axes}
+        if len(axes) == 1:
+            return {"explicit": list(entries), "predicted_waste": predicted[key]}
+        shapes = [list(shape) for shape in entries if isinstance(shape, tuple)]
+        return {"shapes": shapes, "predicted_waste": predicted}
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""
@@ -155,15 +160,17 @@ def propose(
     choice = choose(task, steps)
     buckets = choice.fit.buckets
     known = fit(task.second, task.rules, [choice.number], steps, expect_longer=False)
+    proposed = task.score(buckets, choice.batches)
     return Proposal(
         axes=traffic.axes,
         rows=traffic.rows,
         ends=task.ends,
-        proposed=task.score(buckets, choice.batches),
+        proposed=proposed,
         compared={name: task.score(made) for name, made in task.usual().items()},
         optimum_second_half=waste(task.second, known[choice.number].buckets),
         gap=choice.fit.gap,
         curve=choice.curve,
+        predicted={TOKENS: proposed.second_half} if packed else waste_by_axis(task.second, buckets),
         guarded=0.0 if packed else guarded(task.second, buckets),
         cost_source=None if task.cost is None else task.cost.source,
         batches=choice.batches,

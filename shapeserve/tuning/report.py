@@ -74,6 +74,8 @@ def _conditions(study: Study) -> Iterator[str]:
         "The proposal is fitted to the first half of the rows and judged on the second, which the "
         "charts and the table's seconds and latencies are about."
     )
+    if study.note:
+        yield study.note
     if proposal.packed:
         yield (
             "The batches are those that the rows form on a very fine grid: how many tokens are in "

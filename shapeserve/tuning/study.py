@@ -25,6 +25,7 @@ class Study:
 
     Attributes:
         source: where the traffic comes from, for people to read.
+        note: what else is to be known of it, or "".
         ordered: whether the traffic has times.
         request: what was asked for.
         proposal: what came of it.
@@ -35,6 +36,7 @@ class Study:
     """
 
     source: str
+    note: str
     ordered: bool
     request: Request
     proposal: Proposal
@@ -50,6 +52,7 @@ class Study:
 
 def study(
     source: str,
+    note: str,
     traffic: Traffic,
     request: Request,
     proposal: Proposal,
@@ -59,6 +62,7 @@ def study(
 
     Args:
         source: where the traffic comes from, for people to read.
+        note: what else is to be known of it, or "".
         traffic: the rows.
         request: what was asked for.
         proposal: what :func:`shapeserve.tuning.propose.propose` made of both.
@@ -80,7 +84,7 @@ def study(
             for name in _UNDER_LOAD
         }
         loads = under_load(second, policies, on_step)
-    return Study(source, ordered, request, proposal, task.second, numbers, loads)
+    return Study(source, note, ordered, request, proposal, task.second, numbers, loads)
 
 
 def by_number(

@@ -143,12 +143,14 @@ def compile_program(
 
 
 def compile_sizes(spec: ModelSpec, grid: Grid) -> dict[str, int]:
-    """Pick sizes for the compile that are unlike each other and every fixed dim of the inputs.
+    """Pick sizes for the compile that are unlike each other, every fixed dim and every weight's.
 
     Torch takes equal sizes for the same size (duck sizing): a batch of 3 beside 3 channels would
-    be compiled for 3 rows only, and the first other batch would compile again.
+    be compiled for 3 rows only, and the first other batch would compile again. Behind a graph break
+    the width of a layer is such a size.
     """
     fixed = {dim for t in spec.inputs.values() for dim in t.dims if isinstance(dim, int)}
+    fixed |= spec.widths
     row = _compile_row(spec, grid, fixed)
     batch = _COMPILE_BATCH
     while batch in fixed or batch in row.values():

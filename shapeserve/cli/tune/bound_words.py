@@ -40,7 +40,9 @@ def latency_cells(scored: Scored) -> list[str]:
     """Return p99 and load of a policy, if they were simulated."""
     if scored.p99_s is None:
         return []
-    return [f"{1e3 * scored.p99_s:,.1f}", "" if scored.load is None else f"{scored.load:.2f}"]
+    ms = 1e3 * scored.p99_s
+    shown = f"{ms:,.0f}" if ms >= 1000 else f"{ms:.1f}"
+    return [shown, "" if scored.load is None else f"{scored.load:.2f}"]
 
 
 def slo_missed(proposal: Proposal) -> str:

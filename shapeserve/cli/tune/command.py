@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import click
 
 from shapeserve.cli.common import progress_bar
+from shapeserve.cli.tune.apply import applier, apply_options, check_apply, print_applied
 from shapeserve.cli.tune.bounds import bound_options
 from shapeserve.cli.tune.fitting import fit_options, fit_request
 from shapeserve.cli.tune.inputs import input_options, read_input
 from shapeserve.cli.tune.output import check_outputs, output_options, write_outputs
+from shapeserve.cli.tune.watch import watch, watch_options
 from shapeserve.tuning import propose
 
 
@@ -19,6 +22,8 @@ from shapeserve.tuning import propose
 @fit_options
 @bound_options
 @output_options
+@apply_options
+@watch_options
 def tune_command(**given: Any) -> None:
     """Propose bucket sizes: fitted to the first half of a trace, judged on the second.
 
@@ -32,10 +37,26 @@ def tune_command(**given: Any) -> None:
       shapeserve tune --trace trace.csv.gz --costs costs.json --max-variants 48 --max-warmup-s 60
       shapeserve tune --trace trace.csv.gz --objective p99 --slo-ms 50 --speed 20
       shapeserve tune --trace trace.csv.gz --layout packed --device cuda --speed 500
+      shapeserve tune --prometheus http://prometheus:9090 --range 7d --model all-MiniLM-L6-v2
+      shapeserve tune --prometheus http://prometheus:9090 --max-length 256 --apply http://ray-head:8265
+      shapeserve tune --prometheus http://prometheus:9090 --model encoder --max-length 256 --watch
     """
     check_outputs(given)
+    check_apply(given)
+    if given["watch"]:
+        watch(given)
+    elif given["yes"] or given["metrics_port"] is not None:
+        raise click.UsageError("--yes and --metrics-port are for --watch; leave them out")
+    else:
+        _once(given)
+
+
+def _once(given: Mapping[str, Any]) -> None:
     request = fit_request(given)
     read = read_input(given)
     with progress_bar("fitting") as on_step:
         proposal = propose(read.traffic, request, on_step)
     write_outputs(given, read, request, proposal)
+    apply = applier(given)
+    if apply is not None:
+        print_applied(apply(read.model, proposal.policy()), given["json_target"])

@@ -61,17 +61,32 @@ def write_outputs(
         request: what was asked for.
         proposal: the result.
     """
+    write_files(given, read, request, proposal)
+    if given["json_target"] is not None:
+        write_json(_to_dict(read, proposal), given["json_target"])
+    if given["json_target"] != "-":
+        console = Console(highlight=False)
+        _print(console, proposal, ordered=read.traffic.times_s is not None)
+        if read.note:
+            console.print(read.note)
+    if not proposal.keeps_slo:
+        raise click.ClickException(slo_missed(proposal))
+
+
+def write_files(
+    given: Mapping[str, Any], read: Input, request: Request, proposal: Proposal
+) -> None:
+    """Write the files that were asked for; ``--watch`` does so for each new proposal."""
     if given["out"] is not None:
         _write_policy(proposal, given["out"], read.source)
     if given["report"] is not None:
         write_report(read, request, proposal, given["report"])
-    if given["json_target"] is not None:
-        write_json(proposal.to_dict(), given["json_target"])
-    if given["json_target"] != "-":
-        ordered = read.traffic.times_s is not None
-        _print(Console(highlight=False), proposal, ordered=ordered)
-    if not proposal.keeps_slo:
-        raise click.ClickException(slo_missed(proposal))
+
+
+def _to_dict(read: Input, proposal: Proposal) -> dict[str, Any]:
+    data = proposal.to_dict()
+    data["details"]["input"] = {"source": read.source, "note": read.note}
+    return data
 
 
 def _write_policy(proposal: Proposal, path: str, source: str) -> None:
@@ -79,9 +94,14 @@ def _write_policy(proposal: Proposal, path: str, source: str) -> None:
     policy = proposal.policy()
     parse_policy(policy)
     ends = ", ".join(f"{axis} {end}" for axis, end in proposal.ends.items())
+    limit = (
+        "limits.max_batch_tokens must be at least that"
+        if proposal.packed
+        else "limits.max_length, if it is set, must be the same"
+    )
     head = (
         f"# models[].policy, made by `shapeserve tune` from {source} ({proposal.rows} "
-        f"rows)\n# largest sizes: {ends}; limits.max_length, if it is set, must be the same\n"
+        f"rows)\n# largest sizes: {ends}; {limit}\n"
     )
     text = head + yaml.safe_dump(policy, default_flow_style=None, sort_keys=False, width=96)
     try:
@@ -102,12 +122,16 @@ def _print(console: Console, proposal: Proposal, *, ordered: bool) -> None:
         console.print(line)
 
 
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.1f}" if seconds >= 10 else f"{seconds:.3g}"
+
+
 def _table(proposal: Proposal) -> Table:
     title = "padding / all elements along the axes of a row"
     if proposal.packed:
         title = "padding / all elements: tails of packed batches, simulated"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    table.add_column("policy")
+    table.add_column("policy", no_wrap=True)
     timed = ("device-s",) if proposal.cost_source else ()
     played = ("p99 ms", "load") if proposal.proposed.p99_s is not None else ()
     for name in (proposal.counted, "first half", "second half", *timed, *played):
@@ -118,7 +142,7 @@ def _table(proposal: Proposal) -> Table:
             str(scored.shapes),
             f"{scored.first_half:.1%}",
             f"{scored.second_half:.1%}",
-            *([] if scored.device_s is None else [f"{scored.device_s:,.1f}"]),
+            *([] if scored.device_s is None else [_seconds(scored.device_s)]),
             *latency_cells(scored),
         )
     return table

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from shapeserve import __version__
 from shapeserve.models.spec import ModelSpec
 from shapeserve.protocols.openai import ModelInfo
-from shapeserve.protocols.openapi import oip, openai, operations, scores
+from shapeserve.protocols.openapi import admin, oip, openai, operations, scores
 from shapeserve.protocols.openapi.parts import (
     Data,
     error_responses,
@@ -33,16 +33,21 @@ def document(models: Mapping[str, ModelInfo], specs: Sequence[ModelSpec]) -> Dat
             "license": {"name": "Apache 2.0", "identifier": "Apache-2.0"},
         },
         "servers": [{"url": "/"}],
-        "paths": openai.paths() | scores.paths() | oip.paths(specs) | operations.paths(),
+        "paths": openai.paths()
+        | scores.paths()
+        | oip.paths(specs)
+        | operations.paths()
+        | admin.paths(),
         "components": {
             "schemas": openai.schemas(models)
             | scores.schemas(models)
             | oip.schemas()
-            | operations.schemas(),
+            | operations.schemas()
+            | admin.schemas(),
             "parameters": header_parameters() | _path_parameters(models),
             "headers": header_components(),
             "responses": error_responses(),
-            "securitySchemes": operations.security_schemes(),
+            "securitySchemes": admin.security_schemes(),
         },
     }
 

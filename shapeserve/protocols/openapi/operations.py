@@ -1,19 +1,9 @@
-"""What operators ask for: metrics, health, this document; and the routes of the administrator."""
+"""What operators ask for: metrics, health, this document."""
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import get_args
 
-from shapeserve.metrics import (
-    CaptureOutcome,
-    CompilePhase,
-    CompileStage,
-    EagerFrameReason,
-    GraphBreakReason,
-    RecompileReason,
-    Tier,
-)
 from shapeserve.protocols import http
 from shapeserve.protocols.health import State
 from shapeserve.protocols.openapi.parts import (
@@ -30,7 +20,6 @@ from shapeserve.protocols.openapi.parts import (
     words,
 )
 
-ADMIN = "admin"
 _SECONDS: Data = {"type": "number", "minimum": 0}
 
 
@@ -77,31 +66,7 @@ def paths() -> Data:
                 {**ready, **errors("OipError", (400, 500))},
             )
         },
-        **_admin_paths(),
     }
-
-
-def _admin_paths() -> Data:
-    responses = {
-        "200": answer("The record.", content(ref("CompileRecord"))),
-        **errors("OipError", (400, 404, 500)),
-    }
-    operation = get(
-        "compileRecord",
-        "What one replica has compiled, and what it serves of that.",
-        responses,
-        [ref("Model", "parameters")],
-        security=[{ADMIN: []}],
-        description="A 404, as if there were no such path, unless SHAPESERVE_ADMIN_TOKEN is set "
-        "where the service was started and the request has it.",
-    )
-    return {http.COMPILE: {"get": operation}}
-
-
-def security_schemes() -> Data:
-    """Return how the routes of the administrator are opened."""
-    scheme = {"type": "http", "scheme": "bearer", "description": "SHAPESERVE_ADMIN_TOKEN"}
-    return {ADMIN: scheme}
 
 
 def schemas() -> Data:
@@ -132,46 +97,4 @@ def schemas() -> Data:
                 "replicas": list_of(replica),
             }
         ),
-        "CompileRecord": _compile_record(),
     }
-
-
-def _compile_record() -> Data:
-    variant = fields(
-        {
-            "bucket": text(),
-            "tier": words(*Tier),
-            "wanted": words(*Tier),
-            "degraded": {"type": "boolean"},
-        }
-    )
-    stage = {"phase": words(*CompilePhase), "stage": words(*CompileStage)}
-    recompile = fields(
-        {
-            "compile_id": text(),
-            "program": text(),
-            "reason": words(*RecompileReason),
-            "guard": {"type": ["string", "null"], "description": "The guard that failed, in full."},
-            "seconds": _SECONDS,
-            "unix_s": _SECONDS,
-        }
-    )
-    return fields(
-        {
-            "model": text(),
-            "replica": text(),
-            "grid": text("Its version."),
-            "variants": list_of(variant),
-            "compiles": list_of(fields({**stage, "count": whole(1), "seconds": _SECONDS})),
-            "recompiles": _counts(RecompileReason),
-            "recent_recompiles": list_of(recompile),
-            "graph_breaks": _counts(GraphBreakReason),
-            "eager_frames": _counts(EagerFrameReason),
-            "captures": _counts(CaptureOutcome),
-        }
-    )
-
-
-def _counts(reasons: type[StrEnum]) -> Data:
-    """Return the schema of reason -> how often, of those that happened."""
-    return fields({str(reason): whole(1) for reason in reasons}, optional=[*reasons])

@@ -29,7 +29,7 @@ ERRORS: Final[Mapping[int, tuple[str, ...]]] = {
     413: ("body_too_large",),
     415: ("unsupported_content_encoding", "unsupported_media_type"),
     429: ("queue_bytes", "queue_full", "queue_tokens"),
-    500: ("internal_error", "row_failed"),
+    500: ("internal_error", "row_failed", "swap_failed"),
     503: ("unavailable",),
     504: ("deadline_exceeded",),
 }
@@ -42,7 +42,7 @@ _WHEN: Final[Mapping[int, str]] = {
     413: "The body is over `serve.max_body_bytes`, as it is or decompressed.",
     415: "The body's type or compression is not read here.",
     429: "The queue is full; nothing of the request was queued.",
-    500: "A row failed in the model, or a defect of the server.",
+    500: "A row failed in the model, a replica did not take a policy, or a defect of the server.",
     503: "Not ready, draining, or the device thread died.",
     504: "The deadline passed before the rows ran.",
 }
