@@ -36,7 +36,8 @@ class Proposal:
         gap: of the search, see ``Fit``.
         curve: number of shapes -> waste on rows that the fit had not seen, within the first half;
             empty if the number was given.
-        predicted: axis -> padding along it / all elements, of the rows of the second half.
+        predicted: axis -> padding along it / all elements, of the rows of the second half; of
+            rows that are padded.
         guarded: share of the second half's rows that the default ``rare_shapes`` would send to the
             fallback, because their bucket would be more padding than it allows.
         cost_source: where ``device_s`` comes from, None without it.
@@ -87,6 +88,8 @@ class Proposal:
 
     def _sizes(self, key: str) -> dict[str, Any]:
         entries, axes = self.proposed.buckets[key], axes_of(key)
+        if self.packed:  # what a tail will be is not a property of a row, and no metric says it
+            return {"explicit": list(entries)}
         predicted = {axis: round(self.predicted[axis], 4) for axis in axes}
         if len(axes) == 1:
             return {"explicit": list(entries), "predicted_waste": predicted[key]}
