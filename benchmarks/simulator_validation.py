@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -49,7 +50,6 @@ from benchmarks.live import Counters, Live
 from benchmarks.processes import ArmError, ServerProcess
 from benchmarks.scenarios import Sample, percentile
 from shapeserve.config import ModelConfig, ServeConfig
-from shapeserve.profile.session import Options, profile
 from shapeserve.traces import Traffic, read_traffic
 from shapeserve.tuning import CostTable, Outcome, Served, simulate
 
@@ -321,6 +321,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure_costs(config: ModelConfig) -> CostTable:
     """Profile the model as the service runs it on this machine."""
     console.print("measuring costs: a start from an empty compile cache, and some batches")
+    # Read when torch is loaded; its profiler says on stderr when it starts and stops.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    from shapeserve.profile.session import Options, profile
+
     return profile(
         config.model_copy(update={"threads": environment.cores()}), Options(POINTS), lambda *_: None
     )
