@@ -32,6 +32,9 @@ class Execution:
         bucket: bucket label, ``none`` outside the grid.
         sizes: axis -> executed size.
         seconds: how long it kept the device; on a GPU without the copies, which overlap.
+        started_s: when its rows began to be written, on ``time.monotonic()``.
+        written_s: when they were.
+        finished_s: when its outputs were read.
     """
 
     outputs: list[RowOutputs]
@@ -40,6 +43,9 @@ class Execution:
     bucket: str
     sizes: Mapping[str, int]
     seconds: float
+    started_s: float
+    written_s: float
+    finished_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +61,24 @@ class Flight:
     sizes: Mapping[str, int]
     seconds: Callable[[], float]
     release: Callable[[], None]
+    started_s: float
+    written_s: float
 
     def finish(self) -> Execution:
         """Wait for the outputs and return them; to be called once."""
         try:
             outputs, finite = self.reading.rows()
-            seconds = self.seconds()
-            return Execution(outputs, finite, self.mode, self.bucket, self.sizes, seconds)
+            return Execution(
+                outputs,
+                finite,
+                self.mode,
+                self.bucket,
+                self.sizes,
+                self.seconds(),
+                self.started_s,
+                self.written_s,
+                time.monotonic(),
+            )
         finally:
             self.release()
 
@@ -117,8 +134,10 @@ class ModelRunner:
         slot = self._free_slots.pop()
         release = partial(self._free_slots.append, slot)
         timer = self._timers[slot]
+        started_s = time.monotonic()
         try:
             inputs = self.layout.write(rows, sizes, slot)
+            written_s = time.monotonic()
             timer.start()
             outputs = run(*inputs)
             timer.stop()
@@ -126,7 +145,7 @@ class ModelRunner:
         except BaseException:
             release()
             raise
-        return Flight(reading, mode, label, sizes, timer.seconds, release)
+        return Flight(reading, mode, label, sizes, timer.seconds, release, started_s, written_s)
 
     def launch_counted(
         self, rows: Sequence[RowArrays], sizes: Mapping[str, int], *, fallback: bool
@@ -140,15 +159,17 @@ class ModelRunner:
         finally:
             self._monitor.collect(CompilePhase.REQUEST, shape)
 
-    def count(self, execution: Execution, rows: Sequence[RowArrays]) -> None:
-        """Count a finished batch and its area: real elements and what each axis padded (I7)."""
+    def count(self, execution: Execution, rows: Sequence[RowArrays]) -> Mapping[str, int]:
+        """Count a finished batch and its area: real elements and what each axis padded (I7).
+
+        Returns:
+            Kind (``real``, ``padding_<axis>``) -> elements.
+        """
+        tokens = self.layout.split(rows, execution.sizes)
         self._metrics.record_batch(
-            self.spec.name,
-            execution.mode,
-            execution.bucket,
-            self.layout.split(rows, execution.sizes),
-            execution.seconds,
+            self.spec.name, execution.mode, execution.bucket, tokens, execution.seconds
         )
+        return tokens
 
     def execute(
         self, rows: Sequence[RowArrays], sizes: Mapping[str, int], *, fallback: bool

@@ -18,7 +18,7 @@ from shapeserve.buckets import Bucket, Grid
 from shapeserve.compile.monitor import Recompile
 from shapeserve.compile.record import CompileRecord, CompileTotal, VariantState
 from shapeserve.config import ModelConfig, Policy, predicted_waste
-from shapeserve.engine import Result, TextPair
+from shapeserve.engine import RecentFallback, Result, Run, TextPair
 from shapeserve.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -68,6 +68,7 @@ class FakeEngine:
         self.waiting = 0
         self.grid = Grid(("batch", "seq"), [BUCKET])
         self.policy = config.policy
+        self.recent_fallbacks: tuple[RecentFallback, ...] = ()
         self._dead = ""
 
     @property
@@ -173,14 +174,17 @@ class FakeEngine:
         vector = np.array([3, 0, 4, len(words)], dtype=np.float32)
         vector /= np.linalg.norm(vector)
         fallback = words == ["fallback"]
+        mode, bucket = (Mode.FALLBACK, "none") if fallback else (Mode.COMPILED, BUCKET.label)
+        now_s = time.monotonic()
         return Result(
             {"sentence_embedding": vector},
             length=len(words),
-            mode=Mode.FALLBACK if fallback else Mode.COMPILED,
-            bucket="none" if fallback else BUCKET.label,
+            mode=mode,
+            bucket=bucket,
             truncated_from=600 if words == ["cut"] else None,
             pieces=2 if words == ["split"] else 1,
             reason=FallbackReason.OVER_MAX if fallback else None,
+            runs=(Run(now_s, now_s, now_s, 1, mode, bucket, rows=1, elements=8, padding=7),),
         )
 
     def swap_policy(self, policy: Policy) -> Grid:

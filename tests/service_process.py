@@ -65,6 +65,7 @@ class ServiceProcess:
     """Starts ``run_service.py`` and reads what it says."""
 
     def __init__(self, config: dict[str, Any], directory: Path) -> None:
+        self.directory = directory
         path = directory / "service.json"
         path.write_text(json.dumps(config))
         self.log = directory / "service.log"

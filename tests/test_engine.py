@@ -237,6 +237,8 @@ def test_beyond_the_grid_falls_back_by_default_and_says_why(padded: Engine) -> N
     (result,) = padded.run([tiny.text_of(30)])
     assert (result.mode, result.bucket, result.reason) == ("fallback", "none", "over_max")
     assert engines.value(padded, "fallbacks_total", reason="over_max") == before + 1
+    last = padded.recent_fallbacks[-1]
+    assert (last.reason, last.rows) == ("over_max", 1)
 
 
 def test_length_at_the_hard_limit_runs_and_one_more_is_refused_saying_at_most(

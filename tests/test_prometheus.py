@@ -50,7 +50,6 @@ from shapeserve.metrics import (
     parse_samples,
 )
 from shapeserve.metrics.catalogue import Scope
-from shapeserve.metrics.queries import PREDICTED_WASTE
 from shapeserve.monitoring import Targets, rule_groups
 from shapeserve.monitoring.__main__ import RUNBOOKS
 
@@ -174,8 +173,7 @@ def incidents(metrics: Metrics, engine: Engine) -> None:
     metrics.variants.child(MODEL, "compiled", "degraded").set(1)
     metrics.graph_pool_bytes.child(MODEL).set(1 << 20)
     metrics.queue_rows.child(MODEL).set(7)
-    if gauge := getattr(metrics, PREDICTED_WASTE, None):
-        gauge.child(MODEL, "seq").set(PREDICTED)
+    metrics.policy_predicted_waste.child(MODEL, "seq").set(PREDICTED)
     with pytest.raises(ConfigError):
         engine.swap_policy(parse_policy({"seq": {"explicit": [4096]}, "batch": {"explicit": [2]}}))
 
@@ -334,9 +332,8 @@ def lengths(lab: Lab) -> dict[Labels, float]:
     return {labels(le=le): sum(n <= float(le) for n in lab.ledger.lengths) for le in edges}
 
 
-def predicted(lab: Lab) -> dict[Labels, float]:
-    has_it = hasattr(lab.engine.metrics, PREDICTED_WASTE)
-    return {M | labels(axis="seq"): PREDICTED} if has_it else {}
+def predicted(_: Lab) -> dict[Labels, float]:
+    return {M | labels(axis="seq"): PREDICTED}
 
 
 def buckets(counts: Mapping[str, float]) -> dict[str, float]:

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -21,6 +22,7 @@ import tritonclient.http.aio as triton_aio
 from fake_engine import BUCKET
 from service_process import ADMIN_TOKEN, ServiceProcess, eventually, free_port
 from tiny import text_of, write_classifier, write_model
+from trace_exporter import spans
 from tritonclient.utils import InferenceServerException
 
 from shapeserve.config import ModelConfig
@@ -66,11 +68,14 @@ def service(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterat
             "replicas": 2,
             "max_body_bytes": MAX_BODY,
             "drain_s": DRAIN_S,
+            "trace_exporter": "trace_exporter:to_files",
+            "trace_sampling_ratio": 0.0,
         },
     }
     made = ServiceProcess(config, tmp_path_factory.mktemp("service"))
     try:
         made.until("started")
+        eventually(lambda: WARMING in page_while_warming(made))
         seen_while_warming.extend(made.watch_warming())
         made.until("ready")
         eventually(lambda: len(made.replicas()) == 2)
@@ -80,6 +85,13 @@ def service(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterat
 
 
 seen_while_warming: list[tuple[int, int, dict[str, Any]]] = []
+pages_while_warming: list[str] = []
+WARMING = 'class="state warming"'
+
+
+def page_while_warming(service: ServiceProcess) -> str:
+    pages_while_warming.append(service.http.get("/v2/health/ui").text)
+    return pages_while_warming[-1]
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +117,14 @@ def test_while_warming_live_is_200_and_ready_503_with_progress(service: ServiceP
 def test_whoever_waits_for_the_service_sees_the_progress(service: ServiceProcess) -> None:
     steps = [tuple(e["at"]) for e in service.events if e["event"] == "progress"]
     assert [s for s in steps if 0 < s[0] < s[1] and s[2] == f"verify {BUCKET.label}"]
+
+
+def test_the_page_of_the_health_application_shows_it_before_any_replica_answers(
+    service: ServiceProcess,
+) -> None:
+    assert "<progress" in next(page for page in pages_while_warming if WARMING in page)
+    now = service.http.get("/v2/health/ui").text
+    assert now.count('class="state ready"') == 3  # the service and its two replicas
 
 
 # --- answers --------------------------------------------------------------------------------------
@@ -389,6 +409,43 @@ def test_metrics_of_all_replicas_add_up_and_every_request_counts_once(
         if value and dict(key)["endpoint"] == "embeddings"
     }
     assert counted == service.replicas()  # both replicas have worked
+
+
+def test_the_page_adds_up_the_rows_of_all_replicas_as_the_metrics_do(
+    service: ServiceProcess,
+) -> None:
+    service.embed(["a b"] * 5)
+    rows = service.total("rows_total", model="fake", bucket=BUCKET.label)
+    html = eventually(
+        lambda: shown if "2 replicas" in (shown := service.http.get("/ui").text) else ""
+    )
+    cell = re.findall(rf'data-bucket="{BUCKET.label}" data-rows="(\d+)"', html)[0]  # of `fake`
+    assert rows >= 5
+    assert int(cell) == rows
+    assert all(replica in html for replica in service.replicas())
+
+
+def test_a_traced_request_has_the_spans_of_the_engine_below_rays_proxy_and_replica(
+    service: ServiceProcess,
+) -> None:
+    """The ratio is 0: only a caller that traces, by its ``traceparent``, has spans."""
+    service.embed("a", {"traceparent": "00-00000000000000000000000000000001-00f067aa0ba902b7-00"})
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+    headers = {"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"}
+    response = service.embed("cat cat", headers, model="tiny")
+    assert response.status_code == 200
+    eventually(lambda: len(spans(service.directory, trace_id)) >= 5)
+    found = spans(service.directory, trace_id)
+    names = [span["name"] for span in found]
+    assert names[-3:] == ["shapeserve.queue", "shapeserve.pad", "shapeserve.execute"]
+    by_id = {span["context"]["span_id"]: span for span in found}
+    parents = {by_id[span["parent_id"]]["name"] for span in found[-3:]}
+    assert parents == {"replica_handle_request ShapeServe __call__"}
+    assert found[0]["parent_id"] == "0x00f067aa0ba902b7"
+    assert found[-1]["attributes"]["shapeserve.model"] == "tiny"
+    assert "cat" not in str([span["attributes"] for span in found])
+    untraced = spans(service.directory, "0" * 31 + "1")
+    assert untraced == []
 
 
 def test_our_metrics_are_in_rays_own_scrape_too(service: ServiceProcess) -> None:

@@ -12,11 +12,13 @@ from typing import Any
 
 import httpx
 import numpy as np
+import orjson
 import pytest
 import tritonclient.grpc as triton
 import tritonclient.http as triton_http
 from grpc_calls import fake_vectors, status, texts_input, trailing, vectors
 from service_process import ServiceProcess, eventually, free_port, listening
+from trace_exporter import spans
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -27,7 +29,12 @@ GRPC = f"127.0.0.1:{GRPC_PORT}"
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+def log_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, log_dir: Path) -> Iterator[ServiceProcess]:
     config = {
         "models": [{"name": "fake", "path": "fake:slow"}],
         "serve": {
@@ -36,6 +43,11 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess
             "proxy": "fast",
             "max_body_bytes": MAX_BODY,
             "drain_s": DRAIN_S,
+            "trace_exporter": "trace_exporter:to_files",
+            "trace_sampling_ratio": 0.0,
+            "log_format": "json",
+            "log_dir": str(log_dir),
+            "access_log": True,
         },
     }
     made = ServiceProcess(config, tmp_path_factory.mktemp("service"))
@@ -101,6 +113,54 @@ def test_its_errors_pass_haproxy_unchanged(service: ServiceProcess, text: str, s
     assert response.status_code == status
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
     assert len(response.headers.get_list("x-request-id")) == 1
+
+
+def test_every_line_is_json_and_those_of_a_request_have_its_id(
+    service: ServiceProcess, log_dir: Path
+) -> None:
+    for text in ("full", "crash", "fine"):
+        service.embed(text, headers={"x-request-id": f"id-of-{text}"})
+    made = service.embed("full").headers["x-request-id"]
+
+    def lines(request_id: str) -> list[dict[str, Any]]:
+        files = [path.read_bytes().splitlines() for path in log_dir.glob("*.log")]
+        every = [orjson.loads(line) for file in files for line in file]
+        return [line for line in every if line.get("request_id") == request_id]
+
+    full = eventually(lambda: [x for x in lines("id-of-full") if x["levelname"] == "WARNING"])[0]
+    assert (full["code"], full["model"], full["deployment"]) == (
+        "queue_full",
+        "fake",
+        "shapeserve_ShapeServe",
+    )
+    crash = eventually(lambda: [x for x in lines("id-of-crash") if x["levelname"] == "ERROR"])[0]
+    assert "secret detail" in crash["exc_text"]
+    access = eventually(lambda: lines("id-of-fine"))  # asked for here; off by default
+    assert ["200" in line["message"] for line in access] == [True]
+    assert eventually(lambda: [x for x in lines(made) if x["levelname"] == "WARNING"])
+
+
+def test_a_traced_request_has_the_spans_of_the_engine_below_rays_behind_haproxy(
+    service: ServiceProcess,
+) -> None:
+    """The ratio is 0: only a caller that traces, by its ``traceparent``, has spans."""
+    service.embed("a", {"traceparent": "00-00000000000000000000000000000001-00f067aa0ba902b7-00"})
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+    headers = {"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"}
+    response = service.embed("cat cat", headers)
+    assert response.status_code == 200
+    eventually(lambda: len(spans(service.directory, trace_id)) >= 4)
+    found = spans(service.directory, trace_id)
+    names = [span["name"] for span in found]
+    assert names[-3:] == ["shapeserve.queue", "shapeserve.pad", "shapeserve.execute"]
+    by_id = {span["context"]["span_id"]: span for span in found}
+    parents = {by_id[span["parent_id"]]["name"] for span in found[-3:]}
+    assert parents == {"replica_handle_request ShapeServe __call__"}
+    assert found[0]["parent_id"] == "0x00f067aa0ba902b7"
+    assert found[-1]["attributes"]["shapeserve.model"] == "fake"
+    assert "cat" not in str([span["attributes"] for span in found])
+    untraced = spans(service.directory, "0" * 31 + "1")
+    assert untraced == []
 
 
 def test_a_deadline_passes_haproxy_as_504(service: ServiceProcess) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 import time
-from typing import Any
+from typing import IO, Any, cast
 
 import click
 from rich.console import Console
@@ -17,7 +19,11 @@ from shapeserve.cli.common import (
 )
 from shapeserve.cli.warmup import WarmupDisplay
 from shapeserve.config import ServeConfig
+from shapeserve.errors import ConfigError, ShapeServeError
 from shapeserve.serve.launch import start
+from shapeserve.serve.logs import LineLogger, logging_to
+
+log = logging.getLogger("shapeserve.cli")
 
 
 @click.command("serve")
@@ -64,7 +70,11 @@ def serve_command(
     """
     config = with_debug(load_config(config_path, model, name), compile_debug_dir, log_recompiles)
     config = with_overrides(config, overrides)
-    _run(config, Console(stderr=True, highlight=False))
+    with logging_to(sys.stderr, config.serve):
+        if config.serve.log_format == "json":
+            _run_logged(config)
+        else:
+            _run(config, Console(stderr=True, highlight=False))
 
 
 def with_overrides(config: ServeConfig, overrides: dict[str, Any]) -> ServeConfig:
@@ -80,6 +90,15 @@ def with_overrides(config: ServeConfig, overrides: dict[str, Any]) -> ServeConfi
             model["device"] = device
     data["serve"].update(given)
     return ServeConfig.from_dict(data)
+
+
+def _run_logged(config: ServeConfig) -> None:
+    """As ``_run``, with everything that goes to stderr in lines of the log."""
+    try:
+        _run(config, Console(file=cast(IO[str], LineLogger(log)), width=1000, highlight=False))
+    except ShapeServeError as error:
+        log.error("%s", error)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 
 def _run(config: ServeConfig, status: Console) -> None:

@@ -7,8 +7,10 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from shapeserve.config.base import (
+    Bool,
     Float,
     Frozen,
+    ImportName,
     Int,
     Name,
     field,
@@ -55,6 +57,46 @@ class HttpConfig(Frozen):
     )
     drain_s: Float = field(
         "Longest time to finish what is in flight when stopping.", "seconds", 10.0, ge=0
+    )
+
+    log_format: Literal["text", "json"] = field(
+        "`json` writes a JSON object for each line, in the replicas, the proxies and the command.",
+        "word",
+        "text",
+    )
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = field(
+        "The least that is logged; refused requests are INFO, overload and failures WARNING and "
+        "ERROR.",
+        "word",
+        "INFO",
+    )
+    log_dir: Name | None = field(
+        "Directory that keeps the log files of replicas and proxies; unset, they are in Ray's "
+        "session directory and go away with the service.",
+        "path",
+        None,
+    )
+    access_log: Bool = field(
+        "Log a line for every request; it takes longer than to count them, which `/metrics` does "
+        "anyway.",
+        "boolean",
+        False,
+    )
+
+    trace_exporter: Literal["otlp"] | ImportName | None = field(
+        "Traces requests with OpenTelemetry, through Ray Serve: `otlp` sends the spans to "
+        "`OTEL_EXPORTER_OTLP_ENDPOINT`, `module:function` names a function that returns a list of "
+        "span processors; unset, nothing is traced.",
+        "word",
+        None,
+    )
+    trace_sampling_ratio: Float = field(
+        "Share of the requests that are traced, of those whose caller has not decided it "
+        "(`traceparent`).",
+        "share",
+        0.01,
+        ge=0,
+        le=1,
     )
 
     @model_validator(mode="after")

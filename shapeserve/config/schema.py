@@ -406,7 +406,11 @@ class ServeConfig(Frozen):
         config = cls._validate(document)
         base = Path(path).resolve().parent
         models = tuple(_anchored(model, base) for model in config.models)
-        return config.model_copy(update={"models": models})
+        serving = config.serve
+        if serving.log_dir is not None:
+            kept = str(base / Path(serving.log_dir).expanduser())
+            serving = serving.model_copy(update={"log_dir": kept})
+        return config.model_copy(update={"models": models, "serve": serving})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ServeConfig:

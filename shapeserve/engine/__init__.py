@@ -2,7 +2,7 @@
 
 from shapeserve.engine.device import DeviceThread
 from shapeserve.engine.engine import Engine
-from shapeserve.engine.rows import PreparedSample, Result, Sample
+from shapeserve.engine.rows import PreparedSample, RecentFallback, Result, Run, Sample
 from shapeserve.engine.shared import shared_engine
 from shapeserve.models.spec import TextPair
 
@@ -10,7 +10,9 @@ __all__ = [
     "DeviceThread",
     "Engine",
     "PreparedSample",
+    "RecentFallback",
     "Result",
+    "Run",
     "Sample",
     "TextPair",
     "shared_engine",

@@ -28,11 +28,12 @@ def combine(spec: ModelSpec, sample: PreparedSample, answers: Sequence[RowAnswer
     return Result(
         outputs=outputs,
         length=sample.length,
-        mode=first.mode,
-        bucket=first.bucket,
+        mode=first.run.mode,
+        bucket=first.run.bucket,
         truncated_from=sample.truncated_from,
         pieces=len(answers),
         reason=sample.rows[0].reason,
+        runs=tuple(dict.fromkeys(answer.run for answer in answers)),
     )
 
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -28,6 +29,7 @@ from shapeserve.engine.rows import (
     Outcome,
     PreparedRow,
     PreparedSample,
+    RecentFallback,
     Result,
     RowAnswer,
     RowPayload,
@@ -62,6 +64,8 @@ _INLINE_ROWS = 4
 _TEXT = (str, TextPair)
 # Waiters are notified after every batch; this only bounds a lost wake-up. Arbitrary.
 _POLL_S = 0.1
+# Requests with rows outside the grid that are remembered, for whoever looks. Arbitrary.
+_FALLBACKS_KEPT = 50
 
 T = TypeVar("T")
 State = Literal["new", "starting", "ready", "closing", "closed", "dead"]
@@ -114,6 +118,7 @@ class Engine:
             batch_wait_timeout_s=self.config.batching.batch_wait_timeout_s,
         )
         self._executor: BatchExecutor
+        self._fallbacks: deque[RecentFallback] = deque(maxlen=_FALLBACKS_KEPT)
         self._running: list[Batch] = []  # taken from the queue and not settled
         self._built: Built | None = None
         self._preparer: Preparer | None = None
@@ -254,6 +259,11 @@ class Engine:
         """Return what was compiled, and what serves of that."""
         built = self._ready_parts()
         return compile_record(built.spec.name, built.runner.variants, built.monitor, self.metrics)
+
+    @property
+    def recent_fallbacks(self) -> tuple[RecentFallback, ...]:
+        """The last requests with rows outside the grid, oldest first."""
+        return tuple(self._fallbacks)
 
     def on_device(self, job: Callable[[], T]) -> T:
         """Run ``job`` on the device thread, between batches, and return its result."""
@@ -465,9 +475,11 @@ class Engine:
             metrics.request_length.labels(model=model, axis=axis).observe_all(lengths)
         if self._recorder is not None:
             self._recorder.add([*zip(*columns, strict=True)])
-        for row in prepared:
-            if row.reason is not None:
-                metrics.fallbacks_total.labels(model=model, reason=row.reason).inc()
+        outside = [row.reason for row in prepared if row.reason is not None]
+        for reason in set(outside):
+            rows = outside.count(reason)
+            metrics.fallbacks_total.labels(model=model, reason=reason).inc(rows)
+            self._fallbacks.append(RecentFallback(reason, rows, time.time()))
 
     def _count_queue(self) -> None:
         """Set the queue's gauges; the lock must be held."""

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from shapeserve.batcher import Batch, Row
-from shapeserve.engine.rows import Outcome, RowAnswer, RowPayload, Ticket
+from shapeserve.engine.rows import Outcome, RowAnswer, RowPayload, Run, Ticket
 from shapeserve.errors import RowFailed, ShapeServeError, Unavailable
 from shapeserve.layout import RowArrays
-from shapeserve.metrics import DropReason, Metrics
+from shapeserve.metrics import REAL, DropReason, Metrics
 from shapeserve.runner import Execution, Flight
 
 log = logging.getLogger("shapeserve.engine")
@@ -28,6 +28,7 @@ class BatchExecutor:
     def __init__(self, model: str, metrics: Metrics) -> None:
         self._model = model
         self._metrics = metrics
+        self._batches = 0
 
     def launch(self, batch: Batch) -> Flight | None:
         """Start ``batch``; None if it failed at once, and its rows are settled by a retry."""
@@ -47,13 +48,13 @@ class BatchExecutor:
         """Wait for ``batch`` and settle each of its rows; never raises for what a row did."""
         payloads: list[RowPayload] = [row.payload for row in batch.rows]
         try:
-            execution = self._finish(payloads, flight)
+            done = self._finish(payloads, flight)
         except torch.AcceleratorError:
             raise
         except Exception as error:
             self._retry(batch, payloads, error)
         else:
-            self._settle(payloads, execution)
+            self._settle(payloads, *done)
 
     def _launch(
         self, batch: Batch, payloads: Sequence[RowPayload], sizes: Mapping[str, int]
@@ -62,10 +63,22 @@ class BatchExecutor:
         fallback = batch.lane.fallback
         return runner.launch_counted(_arrays(payloads), sizes, fallback=fallback)
 
-    def _finish(self, payloads: Sequence[RowPayload], flight: Flight) -> Execution:
+    def _finish(self, payloads: Sequence[RowPayload], flight: Flight) -> tuple[Execution, Run]:
         execution = flight.finish()
-        payloads[0].prepared.runner.count(execution, _arrays(payloads))
-        return execution
+        counted = payloads[0].prepared.runner.count(execution, _arrays(payloads))
+        elements = sum(counted.values())
+        self._batches += 1
+        return execution, Run(
+            execution.started_s,
+            execution.written_s,
+            execution.finished_s,
+            self._batches,
+            execution.mode,
+            execution.bucket,
+            len(payloads),
+            elements,
+            elements - counted.get(REAL, 0),
+        )
 
     def _retry(self, batch: Batch, payloads: Sequence[RowPayload], cause: Exception) -> None:
         """Run every row alone once, so that only the poisonous one fails."""
@@ -77,17 +90,17 @@ class BatchExecutor:
                     raise cause
                 size = next(s for s in lane.batch_sizes if s >= row.units)
                 flight = self._launch(batch, [payload], lane.sizes(size))
-                execution = self._finish([payload], flight)
+                done = self._finish([payload], flight)
             except torch.AcceleratorError:
                 raise
             except Exception as error:
-                log.exception("a row failed on the device")
+                payload.ticket.context.run(log.exception, "a row failed on the device")
                 why = f"the model raised {type(error).__name__} for this row"
                 _settle_all([payload], [self._failed(payload, why)])
             else:
-                self._settle([payload], execution)
+                self._settle([payload], *done)
 
-    def _settle(self, payloads: Sequence[RowPayload], execution: Execution) -> None:
+    def _settle(self, payloads: Sequence[RowPayload], execution: Execution, run: Run) -> None:
         model = self._model
         good = sum(execution.finite)
         self._metrics.rows_total.labels(
@@ -95,8 +108,7 @@ class BatchExecutor:
         ).inc(good)
         if good < len(payloads):
             self._metrics.nonfinite_rows_total.labels(model=model).inc(len(payloads) - good)
-        mode, bucket = execution.mode, execution.bucket
-        answers: list[Outcome] = [RowAnswer(row, mode, bucket) for row in execution.outputs]
+        answers: list[Outcome] = [RowAnswer(row, run) for row in execution.outputs]
         if good < len(payloads):
             why = "the model's output is not finite (NaN or infinity)"
             for i, finite in enumerate(execution.finite):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +23,32 @@ Sample = str | TextPair | Sequence[int] | np.ndarray | Mapping[str, np.ndarray]
 by input name without the batch axis."""
 
 
+class Run(NamedTuple):
+    """One executed batch. Times are on ``time.monotonic()``.
+
+    Attributes:
+        started_s: when its rows began to be written into the buffers.
+        written_s: when they were.
+        finished_s: when its outputs were read.
+        number: tells the batches of one model of a replica apart.
+        mode: how it ran.
+        bucket: label of its bucket, ``none`` for the fallback.
+        rows: of all requests.
+        elements: executed.
+        padding: those of them that were padding.
+    """
+
+    started_s: float
+    written_s: float
+    finished_s: float
+    number: int
+    mode: Mode
+    bucket: str
+    rows: int
+    elements: int
+    padding: int
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     """The answer to one sample.
@@ -34,6 +61,7 @@ class Result:
         truncated_from: its length before truncation, or None.
         pieces: rows it was split into, 1 if it was not.
         reason: why it went to the fallback, or None.
+        runs: the batch that it was in; of a split one those of its pieces, each once.
     """
 
     outputs: Mapping[str, np.ndarray]
@@ -43,6 +71,22 @@ class Result:
     truncated_from: int | None = None
     pieces: int = 1
     reason: FallbackReason | None = None
+    runs: tuple[Run, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RecentFallback:
+    """Rows of one request that went to the fallback.
+
+    Attributes:
+        reason: why.
+        rows: how many.
+        unix_s: when they were queued.
+    """
+
+    reason: FallbackReason
+    rows: int
+    unix_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +140,7 @@ class RowAnswer(NamedTuple):
     """What the device thread gave for one row; a tuple, because one is made for every row."""
 
     outputs: Mapping[str, np.ndarray]
-    mode: Mode
-    bucket: str
+    run: Run
 
 
 Outcome = RowAnswer | ShapeServeError
@@ -106,12 +149,16 @@ Outcome = RowAnswer | ShapeServeError
 class Ticket:
     """Collects the outcomes of one request's rows and delivers them together, exactly once.
 
+    Attributes:
+        rows: as they were queued.
+        context: of whoever queued them; what is logged of a row in it is its request's.
+
     Thread rule: ``settle`` is called by whoever holds the row (the device thread, or the thread
     that closes the engine); ``deliver`` is called by the one that settles the last row and must
     not raise.
     """
 
-    __slots__ = ("_deliver", "_lock", "_outcomes", "_remaining", "rows")
+    __slots__ = ("_deliver", "_lock", "_outcomes", "_remaining", "context", "rows")
 
     def __init__(
         self, prepared: Sequence[PreparedRow], deliver: Callable[[list[Outcome]], None]
@@ -120,6 +167,7 @@ class Ticket:
         self._remaining = len(prepared)
         self._lock = threading.Lock()
         self._deliver = deliver
+        self.context = copy_context()
         self.rows: tuple[Row, ...] = ()
 
     def settle(self, outcomes: Sequence[tuple[int, Outcome]]) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -20,6 +17,7 @@ from shapeserve.errors import ConfigError, ModelError
 from shapeserve.explain.breaks import read_breaks
 from shapeserve.explain.capture import find_blockers, host_random
 from shapeserve.explain.cost import split_us
+from shapeserve.explain.order import check_order
 from shapeserve.explain.recompiles import read_recompiles
 from shapeserve.explain.report import CustomOp, Explanation, Graph, Summary, TracedProgram
 from shapeserve.explain.shapes import read_axes
@@ -52,31 +50,10 @@ def explain(config: ModelConfig) -> Explanation:
     remedies = config.compile
     before = None
     if remedies.custom_ops:
-        _check_order(remedies.custom_ops)
+        check_order(remedies.custom_ops)
     if remedies.eager_islands or remedies.decompositions or remedies.custom_ops:
         before = _without_remedies(config)
     return _explain(config, before)
-
-
-def _check_order(modules: Sequence[str]) -> None:
-    """Import ``compile.custom_ops`` as a service does, before the model.
-
-    In a process of its own: here the comparison without them has loaded the model first, so that a
-    module that needs what the model defines would be found to work.
-    """
-    code = (
-        "import sys; from shapeserve.models.imports import import_custom_ops as run\n"
-        "from shapeserve.errors import ModelError\n"
-        "try: run(sys.argv[1:])\n"
-        "except ModelError as error: sys.exit(str(error))"
-    )
-    paths = [path or os.getcwd() for path in sys.path]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *modules], env=environment, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise ModelError(done.stderr.strip().splitlines()[-1])
 
 
 def _without_remedies(config: ModelConfig) -> Summary | None:

@@ -11,9 +11,6 @@ from dataclasses import dataclass, replace
 from shapeserve.buckets import BATCH
 from shapeserve.metrics.catalogue import CATALOGUE, NO_MODEL, PREFIX, REAL, Outcome
 
-PREDICTED_WASTE = "policy_predicted_waste"
-"""What a policy was expected to pad along the axes of a row; 0 where it does not say."""
-
 _SUFFIXES = {"histogram": ("_bucket", "_count", "_sum")}
 _NAMES = {d.attribute + suffix for d in CATALOGUE for suffix in _SUFFIXES.get(d.kind, ("",))}
 
@@ -48,7 +45,7 @@ class View:
 
     def series(self, name: str, *matchers: str) -> str:
         """Return the selector of a metric's samples, named without ``shapeserve_``."""
-        if name not in _NAMES | {PREDICTED_WASTE}:
+        if name not in _NAMES:
             raise ValueError(f"{name!r} is no metric of the catalogue, nor a histogram's sample")
         inside = ",".join(m for m in (self.only, *matchers) if m)
         return f"{self.prefix}{name}{{{inside}}}" if inside else self.prefix + name
@@ -96,7 +93,7 @@ def waste_by_axis(view: View, *, of_rows: bool = False) -> str:
 
 def predicted_waste(view: View) -> str:
     """Return what the policy in use was expected to pad, for the axes of which it says so."""
-    return f"max by (model, axis) ({view.series(PREDICTED_WASTE)}) > 0"
+    return f"max by (model, axis) ({view.series('policy_predicted_waste')}) > 0"
 
 
 def waste(view: View, by: str = "model") -> str:

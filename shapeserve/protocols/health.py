@@ -75,13 +75,20 @@ class Board:
         best = (state for state in order if state in fresh)
         return next(best, "silent" if self._last else "starting")
 
+    def reports(self, now: float) -> list[tuple[ReplicaReport, float]]:
+        """Return what each replica said last, and how many seconds ago, by name."""
+        return [
+            (report, now - seen_s)
+            for seen_s, report in sorted(self._last.values(), key=lambda item: item[1].replica)
+            if now - seen_s < FORGET_S
+        ]
+
     def ready(self, now: float) -> Reply:
         """Return 200 while a sealed replica is alive, else 503 with each replica's progress."""
         state = self.state(now)
         replicas: list[dict[str, Any]] = [
-            {**asdict(report), "age_s": round(now - seen_s, 3), "fresh": now - seen_s < FRESH_S}
-            for seen_s, report in sorted(self._last.values(), key=lambda item: item[1].replica)
-            if now - seen_s < FORGET_S
+            {**asdict(report), "age_s": round(age_s, 3), "fresh": age_s < FRESH_S}
+            for report, age_s in self.reports(now)
         ]
         live = [replica for replica in replicas if replica["fresh"]]
         content = {

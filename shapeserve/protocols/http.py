@@ -25,6 +25,7 @@ EMBEDDINGS, MODELS, METRICS = "/v1/embeddings", "/v1/models", "/metrics"
 RERANK, CLASSIFY = "/v1/rerank", "/v1/classify"
 OPENAPI = "/openapi.json"
 LIVE, READY = "/v2/health/live", "/v2/health/ready"
+UI, WARMUP_UI = "/ui", "/v2/health/ui"
 OIP = "/v2"
 OIP_MODEL = "/v2/models/{model}"
 OIP_VERSION = "/v2/models/{model}/versions/{version}"
@@ -32,7 +33,7 @@ COMPILE = f"{OIP_MODEL}/compile"
 POLICY = f"{OIP_MODEL}/policy"
 PATHS = (
     *(EMBEDDINGS, RERANK, CLASSIFY, MODELS),
-    *(OIP, f"{OIP_MODEL}/infer", METRICS, OPENAPI, LIVE, READY),
+    *(OIP, f"{OIP_MODEL}/infer", METRICS, OPENAPI, LIVE, READY, UI),
 )
 Encoding = Literal["gzip", "deflate"]
 # Day-long requests are a client's mistake, and a bound keeps the arithmetic exact.

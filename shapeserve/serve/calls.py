@@ -82,6 +82,12 @@ class Call:
                 "allow more time"
             )
 
+    @property
+    def fields(self) -> dict[str, str]:
+        """What every line about this request has in a structured log."""
+        known = {"endpoint": str(self.endpoint), "model": self.model}
+        return known if self.request_id == "-" else {**known, "request_id": self.request_id}
+
     def limit(self, timeout_s: float | None) -> None:
         """Give up ``timeout_s`` from now, if that is sooner."""
         if timeout_s is not None:
@@ -111,11 +117,12 @@ class Ledger:
             "%s %d %s model=%s request=%s: %s",
             *(call.endpoint, error.status, error.code),
             *(call.model, call.request_id, error.message),
+            extra={**call.fields, "status": error.status, "code": error.code},
         )
 
     def fail(self, call: Call) -> RequestError:
         """Log the exception being handled; return what the client is told of it."""
-        log.exception("%s failed, request=%s", call.endpoint, call.request_id)
+        log.exception("%s failed, request=%s", call.endpoint, call.request_id, extra=call.fields)
         return RequestError(
             f"internal error; the server's log has it under request id {call.request_id}."
         )

@@ -26,10 +26,13 @@ from shapeserve.serve.endpoints.oip import OpenInference
 from shapeserve.serve.endpoints.openapi import OpenApi
 from shapeserve.serve.endpoints.operations import Operations
 from shapeserve.serve.endpoints.texts import Texts
+from shapeserve.serve.endpoints.ui import Statuses, Ui
 from shapeserve.serve.grpc import GrpcFrontend
 from shapeserve.serve.policies import AskAll, Policies
 from shapeserve.serve.routing import Router
 from shapeserve.serve.service import Route, Service
+from shapeserve.serve.status import ReplicaStatus, replica_status
+from shapeserve.serve.tracing import Spans
 
 if TYPE_CHECKING:  # at run time it would load torch into the process that builds the application
     from shapeserve.engine import Engine
@@ -47,6 +50,9 @@ class Frontend:
         report: returns this replica's own health report.
         ask_all: swaps a policy on every replica, or asks which serves; this one if not given.
         guard: lets the administrator in; nobody, if there is none.
+        statuses: returns what all replicas say of their models, and how many did not answer; this
+            replica alone, if it is not given.
+        spans: traces what the engines did; without it nothing is traced.
         max_inflight_bytes: of all bodies held at a time; more are refused with 429.
         max_answer_bytes: requests for larger tensors are refused with 400.
 
@@ -68,9 +74,13 @@ class Frontend:
         report: Callable[[], health.ReplicaReport],
         ask_all: AskAll | None = None,
         guard: Guard | None = None,
+        statuses: Statuses | None = None,
+        spans: Spans | None = None,
         max_inflight_bytes: float = math.inf,
         max_answer_bytes: float = math.inf,
     ) -> None:
+        self._metrics = metrics
+        self._report = report
         self._ledger = Ledger(metrics)
         self._service = Service(
             engines,
@@ -78,6 +88,7 @@ class Frontend:
             max_body_bytes=max_body_bytes,
             max_inflight_bytes=max_inflight_bytes,
             max_answer_bytes=max_answer_bytes,
+            spans=spans,
         )
         self.grpc = GrpcFrontend(self._service, self._ledger, report)
         self.policies = Policies(engines, metrics, report().replica)
@@ -89,6 +100,7 @@ class Frontend:
                 *OpenInference(self._service).routes,
                 *OpenApi(self._service).routes,
                 *Operations(metrics_text, report).routes,
+                *Ui(self._service, statuses or self._own_status, report, self._guard).routes,
             ]
         )
         # What only the administrator may see has a router of its own, so that to everybody else
@@ -124,6 +136,13 @@ class Frontend:
     def routes(self) -> Sequence[Route]:
         """Everything that is served, to whomever."""
         return self._all.routes
+
+    def status(self) -> ReplicaStatus:
+        """Return what this replica says of its models; any thread may call."""
+        return replica_status(self._report(), [*self._service.engines.values()], self._metrics)
+
+    async def _own_status(self) -> tuple[Sequence[ReplicaStatus], int]:
+        return [self.status()], 0
 
     @property
     def in_flight(self) -> int:

@@ -24,6 +24,7 @@ from shapeserve.protocols import health, http
 from shapeserve.protocols.http import Reply
 from shapeserve.protocols.proto.oip_pb2 import ServerLiveResponse, ServerReadyResponse
 from shapeserve.serve.names import HEALTH_APP, HEALTH_DEPLOYMENT, HEALTH_PREFIX
+from shapeserve.serve.page import warmup_page
 
 log = logging.getLogger("shapeserve.serve")
 
@@ -37,16 +38,19 @@ class Health:
         self._board = health.Board()
 
     async def __call__(self, request: Request) -> Response:
-        """Answer ``/v2/health/live`` and ``/v2/health/ready``."""
+        """Answer ``/v2/health/live``, ``/v2/health/ready`` and ``/v2/health/ui``."""
         reply = self._reply(request.method, request.scope["path"])
         return Response(reply.body, reply.status, reply.headers, reply.media_type)
 
     def _reply(self, method: str, path: str) -> Reply:
-        if path not in (http.LIVE, http.READY):
+        if path not in (http.LIVE, http.READY, http.WARMUP_UI):
             return http.route_error(path, method, ())
         if method not in ("GET", "HEAD"):
             return http.route_error(path, method, ("GET",))
-        return health.live() if path == http.LIVE else self._board.ready(time.monotonic())
+        now = time.monotonic()
+        if path == http.WARMUP_UI:
+            return warmup_page(self._board.reports(now), self._board.state(now))
+        return health.live() if path == http.LIVE else self._board.ready(now)
 
     async def ServerLive(self, _: bytes) -> ServerLiveResponse:  # noqa: N802 - Ray calls it so
         """Answer the gRPC method: this process answers."""

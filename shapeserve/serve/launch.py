@@ -33,6 +33,7 @@ from shapeserve.config import HttpConfig, ServeConfig, parse_policy
 from shapeserve.errors import ConfigError, ModelError
 from shapeserve.protocols.http import READY
 from shapeserve.serve.header_guard import IMPORT_PATH as HEADER_GUARD
+from shapeserve.serve.logs import ray_logging, rays_as_ours
 from shapeserve.serve.names import (
     APP,
     DEPLOYMENT,
@@ -44,6 +45,7 @@ from shapeserve.serve.names import (
     LOCAL_GRPC,
     OPEN_GRPC,
 )
+from shapeserve.serve.tracing import check_tracing, trace_flags
 
 log = logging.getLogger("shapeserve.serve")
 
@@ -72,9 +74,11 @@ def start(config: ServeConfig, *, import_path: str = IMPORT_PATH) -> Service:
         import_path: the application builder; tests have others.
 
     Raises:
-        ConfigError: the port is taken, or this process cannot run the proxy asked for.
+        ConfigError: the port is taken, this process cannot run the proxy asked for, or there is no
+            such exporter of traces.
     """
     http_config = config.serve
+    check_tracing(http_config)
     _check_port(http_config.host, http_config.port)
     if http_config.grpc_port is not None:
         _check_port(http_config.host, http_config.grpc_port, "serve.grpc_port")
@@ -257,7 +261,7 @@ def deploy_schema(
         "proxy_location": "HeadOnly",
         "http_options": {"host": serving.host, "port": serving.port},
         **_grpc_options(serving),
-        "logging_config": {"enable_access_log": False},
+        "logging_config": ray_logging(serving),
         "applications": [
             {
                 "name": HEALTH_APP,
@@ -313,11 +317,13 @@ def _start_ray(serving: HttpConfig, private: Path) -> None:
         _node_ip_address="127.0.0.1",
         _temp_dir=str(private),
     )
+    if serving.log_format == "json":
+        rays_as_ours()
     serve.start(
         proxy_location="HeadOnly",
         http_options={"host": serving.host, "port": serving.port},
         **_grpc_options(serving),
-        logging_config={"enable_access_log": False},
+        logging_config=ray_logging(serving),
     )
 
 
@@ -361,6 +367,7 @@ def _flags(config: ServeConfig, private: Path) -> dict[str, str]:
         "RAY_SERVE_ENABLE_HA_PROXY": "0",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "0",
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": HEADER_GUARD,
+        **trace_flags(config.serve),
     }
     if config.serve.grpc_port is not None:
         limit_bytes = max(GRPC_FACTOR * config.serve.max_body_bytes, MIN_GRPC_BYTES)

@@ -26,8 +26,11 @@ from shapeserve.serve.admin import Guard
 from shapeserve.serve.frontend import Frontend
 from shapeserve.serve.grpc import GrpcMethods
 from shapeserve.serve.health import Heartbeat
+from shapeserve.serve.logs import log_with_ray
 from shapeserve.serve.policies import PolicyState
 from shapeserve.serve.ray_metrics import RayMirror
+from shapeserve.serve.status import ReplicaStatus
+from shapeserve.serve.tracing import spans_if_traced
 
 if TYPE_CHECKING:
     from shapeserve.engine import DeviceThread, Engine
@@ -71,12 +74,13 @@ class ShapeServe(GrpcMethods):
     async def __init__(  # type: ignore[misc]  # Ray awaits it
         self, config: ServeConfig, make_engine: EngineFactory = new_engine
     ) -> None:
-        _log_with_ray()
+        log_with_ray()
         context = serve.get_replica_context()
         self._name = context.replica_id.unique_id
         self._deployment = (context.deployment, context.app_name)
         self._peers: DeploymentHandle[Any] | None = None
         self._drain_s = config.serve.drain_s
+        self._spans = spans_if_traced()
         self._mirror = RayMirror()
         self._metrics = Metrics(mirror=self._mirror)
         devices: dict[str, DeviceThread] = {}
@@ -103,6 +107,8 @@ class ShapeServe(GrpcMethods):
             report=self.report,
             ask_all=self._all_policies,
             guard=Guard.from_environment(),
+            statuses=self._all_statuses,
+            spans=self._spans,
             max_inflight_bytes=config.serve.inflight_bytes,
             max_answer_bytes=config.serve.max_answer_bytes,
         )
@@ -181,20 +187,40 @@ class ShapeServe(GrpcMethods):
     async def _all_metrics(self) -> str:
         """Return the exposition of all replicas, or of this one if the others cannot be asked."""
         parts: dict[str, str | None] = {}
-        try:
-            peers = await self._all_replicas()
-            answers = await peers.broadcast("metrics_text").results_async(
-                timeout_s=SCRAPE_TIMEOUT_S, return_exceptions=True
-            )
-            for i, answer in enumerate(answers):
-                name, text = answer if isinstance(answer, tuple) else (f"unreachable-{i}", None)
-                parts[name] = text
-        except Exception:
-            # Whatever Ray's control plane is going through, a scrape gets at least our own part.
-            log.warning("cannot ask the other replicas for their metrics", exc_info=True)
+        for i, answer in enumerate(await self._ask_all("metrics_text")):
+            name, text = answer if isinstance(answer, tuple) else (f"unreachable-{i}", None)
+            parts[name] = text
         if self._name not in parts:
             parts[self._name] = (await self.metrics_text())[1]
         return await asyncio.to_thread(merge_texts, parts)
+
+    async def status(self) -> ReplicaStatus:
+        """Return what this replica says of its models; replicas ask each other."""
+        return await asyncio.to_thread(self._frontend.status)
+
+    async def _all_statuses(self) -> tuple[list[ReplicaStatus], int]:
+        """Return what the replicas say of their models, and how many did not answer."""
+        answers = await self._ask_all("status")
+        found = [answer for answer in answers if isinstance(answer, ReplicaStatus)]
+        missing = len(answers) - len(found)
+        if self._name not in {status.report.replica for status in found}:
+            found.append(await self.status())
+        return found, missing
+
+    async def _ask_all(self, method: str) -> list[Any]:
+        """Return what a method of every replica returns, or raises; nothing if none can be asked.
+
+        Whatever Ray's control plane is going through: whoever asks has at least our own part.
+        """
+        try:
+            peers = await self._all_replicas()
+            answers: list[Any] = await peers.broadcast(method).results_async(
+                timeout_s=SCRAPE_TIMEOUT_S, return_exceptions=True
+            )
+        except Exception:
+            log.warning("cannot ask the other replicas for their %s", method, exc_info=True)
+            return []
+        return answers
 
     # --- policy -------------------------------------------------------------------------------
 
@@ -266,11 +292,5 @@ class ShapeServe(GrpcMethods):
         for engine in self._engines:
             await asyncio.to_thread(engine.close, max(deadline_s - time.monotonic(), 0.0))
         self._mirror.flush()
-
-
-def _log_with_ray() -> None:
-    """Send our log lines where Ray Serve's go: its files, its format, the request id in them."""
-    ours, rays = logging.getLogger("shapeserve"), logging.getLogger("ray.serve")
-    ours.handlers = list(rays.handlers)
-    ours.setLevel(rays.level)
-    ours.propagate = False
+        if self._spans is not None:
+            await asyncio.to_thread(self._spans.flush)

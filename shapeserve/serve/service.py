@@ -20,6 +20,7 @@ from shapeserve.protocols import http, openai
 from shapeserve.protocols.http import Reply
 from shapeserve.serve.body import Bodies, read_body
 from shapeserve.serve.calls import Call
+from shapeserve.serve.tracing import Spans
 
 if TYPE_CHECKING:  # at run time it would load torch into the process that builds the application
     from shapeserve.engine import Engine, PreparedSample, Result, Sample
@@ -85,6 +86,7 @@ class Service:
         max_body_bytes: longer bodies are refused with 413.
         max_inflight_bytes: of all bodies held at a time.
         max_answer_bytes: of the tensors of one answer.
+        spans: traces what the engines did; without it nothing is traced.
 
     Thread rule: one event loop. Nothing here blocks it.
     """
@@ -97,8 +99,10 @@ class Service:
         max_body_bytes: int,
         max_inflight_bytes: float,
         max_answer_bytes: float,
+        spans: Spans | None = None,
     ) -> None:
         self.engines = engines
+        self._spans = spans
         created_s = int(time.time())
         self.infos = [
             _info(engine, aliases.get(name, ()), created_s) for name, engine in engines.items()
@@ -253,7 +257,11 @@ class Service:
             RowFailed: naming the rows that failed (the first ten).
             Overloaded, DeadlineExceeded, Unavailable: see ``Engine.submit_prepared``.
         """
+        queued_s = time.monotonic()
         outcomes = await self.engines[model].submit_prepared(samples, deadline_s=call.deadline_s)
+        if self._spans is not None:
+            answered = [outcome for outcome in outcomes if not isinstance(outcome, RowFailed)]
+            self._spans.record(model, answered, queued_s)
         return _all_answered(outcomes, item)
 
 

@@ -6,6 +6,7 @@ from typing import get_args
 
 from shapeserve.protocols import http
 from shapeserve.protocols.health import State
+from shapeserve.protocols.openapi.admin import ADMIN
 from shapeserve.protocols.openapi.parts import (
     Data,
     answer,
@@ -14,6 +15,7 @@ from shapeserve.protocols.openapi.parts import (
     fields,
     get,
     list_of,
+    page,
     ref,
     text,
     whole,
@@ -65,6 +67,26 @@ def paths() -> Data:
                 "Whether the service can be sent requests.",
                 {**ready, **errors("OipError", (400, 500))},
             )
+        },
+        **_pages(),
+    }
+
+
+def _pages() -> Data:
+    status = {"200": page("What the replicas say."), **errors("Error", (400, 500))}
+    warmup = {"200": page("What the replicas said last."), **errors("OipError", (400, 500))}
+    return {
+        http.UI: {
+            "get": get(
+                "ui",
+                "The state of the service, for people.",
+                status,
+                security=[{}, {ADMIN: []}],
+                description="The administrator is also shown the guards behind recompiles.",
+            )
+        },
+        http.WARMUP_UI: {
+            "get": get("warmupUi", "How far the warm-up of each replica is, for people.", warmup)
         },
     }
 

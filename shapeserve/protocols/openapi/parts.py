@@ -135,6 +135,17 @@ def answer(description: str, bodies: Data, headers: Data | None = None) -> Data:
     return {"description": description, "headers": _REQUEST_ID | (headers or {}), "content": bodies}
 
 
+def page(description: str) -> Data:
+    """Return a response that is a page for people."""
+    headers = {
+        "content-security-policy": _header("It loads and runs nothing.", text(), required=True),
+        "cache-control": _header("It is kept nowhere.", words("no-store"), required=True),
+        "referrer-policy": _header("", words("no-referrer"), required=True),
+        "x-content-type-options": _header("", words("nosniff"), required=True),
+    }
+    return answer(description, content(text(), "text/html"), headers)
+
+
 def errors(form: Form, statuses: Sequence[int]) -> Data:
     """Return status -> error response in that form."""
     return {str(status): ref(f"{form}{status}", "responses") for status in statuses}
