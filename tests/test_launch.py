@@ -159,18 +159,6 @@ def test_grpc_reads_no_message_far_above_the_limit(tmp_path: Path, body: int, me
     assert int(flags["RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"]) == min(message, 2**31 - 1)
 
 
-def test_the_documented_serve_config_deploys_what_the_command_does() -> None:
-    text = (Path(__file__).parent.parent / "docs" / "http.md").read_text()
-    documented = yaml.safe_load(text.split("```yaml")[1].split("```")[0])
-    deployed = launch.deploy_schema(config())
-    for ours, theirs in zip(documented["applications"], deployed["applications"], strict=True):
-        for key in ("name", "route_prefix", "import_path"):
-            assert ours[key] == theirs[key]
-    ServeConfig.from_dict(documented["applications"][1]["args"])
-    ours, theirs = (d["applications"][1]["deployments"] for d in (documented, deployed))
-    assert ours == theirs
-
-
 def test_the_documented_grpc_options_are_those_of_the_command() -> None:
     text = (Path(__file__).parent.parent / "docs" / "grpc.md").read_text()
     documented = yaml.safe_load(text.split("```yaml")[1].split("```")[0])

@@ -78,6 +78,12 @@ def test_each_number_of_shapes_does_what_a_proposal_of_so_many_does() -> None:
     assert firsts == sorted(firsts, reverse=True)
 
 
+def test_no_latency_is_simulated_for_every_number() -> None:
+    found = numbers_of(Request(shapes=2, objective="p99"))
+    assert [*found] == [*range(1, 33)]
+    assert {scored.p99_s for scored in found.values()} == {None}
+
+
 def test_a_larger_number_that_was_asked_for_is_there_too() -> None:
     assert [*numbers_of(Request(shapes=40))][-2:] == [32, 40]
 

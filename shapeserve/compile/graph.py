@@ -36,6 +36,7 @@ class GraphPool:
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._left: list[tuple[int, int]] = []  # pools before a capture that failed
         self._device = device
         self._stream = self._own_stream()
         self._living.add(self)
@@ -53,8 +54,12 @@ class GraphPool:
 
     @property
     def bytes(self) -> int:
-        """Device memory of the segments that belong to the pool."""
-        segments = torch.cuda.memory_snapshot(self._pool)  # type: ignore[no-untyped-call]
+        """Device memory of the segments that belong to the pools."""
+        segments = (
+            segment
+            for pool in (*self._left, self._pool)
+            for segment in torch.cuda.memory_snapshot(pool)  # type: ignore[no-untyped-call]
+        )
         return sum(int(segment["total_size"]) for segment in segments)
 
     def capture(self, program: Forward, inputs: tuple[torch.Tensor, ...]) -> Forward:
@@ -77,13 +82,15 @@ class GraphPool:
                 program(*inputs)
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
+        before = torch.cuda.current_stream(self._device)
         try:
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):
                 outputs = program(*inputs)
         except BaseException:
-            self._stop_recording()
+            torch.cuda.set_stream(before)  # where the end of a capture raises, torch does not
+            self._start_afresh()
             raise
 
         def replay(*_: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -92,13 +99,17 @@ class GraphPool:
 
         return replay
 
-    def _stop_recording(self) -> None:
+    def _start_afresh(self) -> None:
         """Let the next bucket be captured after one that could not be.
 
         A capture that CUDA calls invalid ends before torch takes its allocator back from the pool
-        (CUDAGraph::capture_end, torch 2.11), and every later capture would be refused for that.
+        (CUDAGraph::capture_end, torch 2.11), and every later capture into that pool would be
+        refused for it. Graphs that are there keep their memory.
         """
         index = self._device.index or 0
         with contextlib.suppress(RuntimeError):  # torch did take it back
             torch._C._cuda_endAllocateToPool(index, self._pool)
             torch._C._cuda_releasePool(index, self._pool)  # what the graph does not do any more
+        self._left.append(self._pool)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = self._own_stream()

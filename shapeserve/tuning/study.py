@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shapeserve.traces import Traffic
 from shapeserve.tuning.fit import fit
@@ -92,11 +92,12 @@ def by_number(
 ) -> dict[int, Scored]:
     """Return what each number of row shapes up to ``MAX_SHAPES`` would do to both halves.
 
-    Where that takes a simulation, only some numbers are there; that of the proposal always is.
+    Of packed rows that takes simulations, so that only some numbers are there; that of the proposal
+    always is.
     """
-    request = task.request
-    simulated = request.layout == "packed" or request.objective == "p99"
-    some = PLAYED if simulated else range(1, MAX_SHAPES + 1)
+    if isinstance(task, PaddedTask):  # latencies are for a few loads, not for every number
+        task = replace(task, request=replace(task.request, objective="padding"))
+    some = PLAYED if proposal.packed else range(1, MAX_SHAPES + 1)
     numbers = sorted({*some, proposal.proposed.shapes})
     steps = Steps(on_step)
     steps.expect(2 * len(numbers))

@@ -41,8 +41,8 @@ def tune_command(**given: Any) -> None:
       shapeserve tune --prometheus http://prometheus:9090 --max-length 256 --apply http://ray-head:8265
       shapeserve tune --prometheus http://prometheus:9090 --model encoder --max-length 256 --watch
     """
-    check_outputs(given)
     check_apply(given)
+    check_outputs(given)
     if given["watch"]:
         watch(given)
     elif given["yes"] or given["metrics_port"] is not None:

@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from shapeserve.cli.common import json_option, write_json
+from shapeserve.cli.common import check_target, json_option, write_json
 from shapeserve.cli.tune.bound_words import (
     latency_cells,
     print_specialized,
@@ -46,6 +46,8 @@ def check_outputs(given: Mapping[str, Any]) -> None:
     Args:
         given: the values of all options of the command.
     """
+    for option, target in (("--out", "out"), ("--report", "report"), ("--json", "json_target")):
+        check_target(option, given[target])
     if given["report"] is not None:
         require_plotly()
 
