@@ -78,10 +78,26 @@ class Live:
 
     def counters(self) -> Counters:
         """Scrape it."""
+        return Counters.parse(self._exposition())
+
+    def min_batch(self) -> int:
+        """Return how many rows a batch has at least.
+
+        That is measured at each start, and two starts on a busy machine may differ.
+        """
+        areas = (
+            sample.labels["bucket"]
+            for family in text_string_to_metric_families(self._exposition())
+            for sample in family.samples
+            if sample.name == "shapeserve_bucket_area"
+        )
+        return min(int(label.split(",")[0].removeprefix("batch=")) for label in areas)
+
+    def _exposition(self) -> str:
         connection = http.client.HTTPConnection(self._target.host, self._target.port, timeout=30)
         try:
             connection.request("GET", "/metrics")
-            return Counters.parse(connection.getresponse().read().decode())
+            return connection.getresponse().read().decode()
         finally:
             connection.close()
 

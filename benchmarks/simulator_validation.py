@@ -285,12 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = ServeConfig.from_dict(SHAPESERVE_CONFIG).models[0]
     cost = CostTable.read(options.costs) if options.costs else measure_costs(config)
     console.print(f"costs: {cost.source}")
-    made = plan_for(config, cost, options)
-    console.print(
-        f"{made.outcome.rows} rows, {made.speed:.1f} times as fast as recorded: the device should "
-        f"be busy {made.outcome.utilisation:.1%}"
-    )
-    host_s, runs = run_live(made, options)
+    made, host_s, runs = run_live(config, cost, options)
     expected = predicted(made, host_s)
     judged = comparisons(expected, runs)
     result = {
@@ -330,17 +325,19 @@ def measure_costs(config: ModelConfig) -> CostTable:
     )
 
 
-def plan_for(config: ModelConfig, cost: CostTable, options: argparse.Namespace) -> Plan:
+def plan_for(
+    config: ModelConfig, cost: CostTable, min_batch: int, options: argparse.Namespace
+) -> Plan:
     """Choose rows and speed for the service's own configuration."""
-    variants = cost.variants
-    least = variants.min_batch if variants else None  # as an engine decided when it was profiled
-    served = Served.from_config(config, "cpu", cost, min_batch=least)
+    served = Served.from_config(config, "cpu", cost, min_batch=min_batch)
     traffic = read_traffic(options.trace).clipped({"seq": served.spec.hard_limit["seq"]})
     return plan(served, traffic, options.seconds, options.busy)
 
 
-def run_live(made: Plan, options: argparse.Namespace) -> tuple[float, list[dict[str, Any]]]:
-    """Start the service, measure, stop it."""
+def run_live(
+    config: ModelConfig, cost: CostTable, options: argparse.Namespace
+) -> tuple[Plan, float, list[dict[str, Any]]]:
+    """Start the service, predict, measure, stop it."""
     with tempfile.TemporaryDirectory(prefix="ssb-", ignore_cleanup_errors=True) as directory:
         work_dir, port = Path(directory), free_port()
         how = launch(SHAPESERVE, port, work_dir, "fast", None)
@@ -349,7 +346,13 @@ def run_live(made: Plan, options: argparse.Namespace) -> tuple[float, list[dict[
         with server:
             try:
                 console.print(f"ready after {server.wait_ready(port, how.ready_path):.1f} s")
-                return measure(Live(server, target, options.seed), made, options.runs)
+                live = Live(server, target, options.seed)
+                made = plan_for(config, cost, live.min_batch(), options)
+                console.print(
+                    f"{made.outcome.rows} rows, {made.speed:.1f} times as fast as recorded: the "
+                    f"device should be busy {made.outcome.utilisation:.1%}"
+                )
+                return made, *measure(live, made, options.runs)
             except ArmError as failure:
                 raise SystemExit(f"{failure}\n{server.log_tail()}") from failure
 
