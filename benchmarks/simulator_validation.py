@@ -4,13 +4,13 @@
     python benchmarks/simulator_validation.py --runs 1 --seconds 10     # is it all there?
     python benchmarks/simulator_validation.py --costs costs.json        # costs measured before
 
-1. Costs: some buckets of MiniLM and two sizes beyond them are timed in an engine in this process,
-   with as many threads as the service has, before the service starts (or --costs).
+1. Costs: `shapeserve profile` of MiniLM, with as many threads as the service has, before the
+   service starts (or --costs).
 2. Prediction: the simulator plays the first rows of the trace at the speed at which it expects the
    device to be busy for --busy of the time. Nothing of what is measured below goes into it, but
    for one constant: what a request spends outside the device (HTTP, checks, Python). That is the
-   median latency of requests of one length sent one by one to the idle service, less their device
-   time, measured before the first run. The simulator leaves that time out, so that its latencies
+   latency of requests of one length sent one by one to the idle service, less their device time,
+   measured before the first run. The simulator leaves that time out, so that its latencies
    are compared after adding the constant.
 3. Runs: the same rows, as token ids of exactly these lengths, are sent at their recorded times over
    HTTP, whatever became of earlier ones. Counters of /metrics before and after give padding of each
@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -44,19 +45,19 @@ if __package__ in (None, ""):  # run as a file: make the package importable
 from benchmarks import environment
 from benchmarks.arms import SHAPESERVE, SHAPESERVE_CONFIG, free_port, launch
 from benchmarks.comparison import Comparison, compared, table
-from benchmarks.costs import measure_costs
 from benchmarks.http_client import Target
 from benchmarks.live import Counters, Live
 from benchmarks.processes import ArmError, ServerProcess
 from benchmarks.scenarios import Sample, percentile
 from shapeserve.config import ModelConfig, ServeConfig
 from shapeserve.traces import Traffic, read_traffic
-from shapeserve.tuning import Cost, CostTable, Outcome, Served, simulate
+from shapeserve.tuning import CostTable, Outcome, Served, simulate
 
 HERE = Path(__file__).resolve().parent
 RESULTS_DIR = HERE / "results"
 TRACE = HERE / "data" / "traces" / "enc_rag_mix.csv.gz"
 WARM_UP_S = 3.0
+POINTS = 24  # batches whose cost is measured
 CLOSE_ENOUGH = 0.25  # of the busy time that is asked for
 PERCENTILES = (*range(1, 100),)
 
@@ -317,9 +318,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(bool(result["faults"]) or not all(one.ok for one in judged))
 
 
-def plan_for(config: ModelConfig, cost: Cost, options: argparse.Namespace) -> Plan:
+def measure_costs(config: ModelConfig) -> CostTable:
+    """Profile the model as the service runs it on this machine."""
+    console.print("measuring costs: a start from an empty compile cache, and some batches")
+    # Read when torch is loaded; its profiler says on stderr when it starts and stops.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    from shapeserve.profile.session import Options, profile
+
+    return profile(
+        config.model_copy(update={"threads": environment.cores()}), Options(POINTS), lambda *_: None
+    )
+
+
+def plan_for(config: ModelConfig, cost: CostTable, options: argparse.Namespace) -> Plan:
     """Choose rows and speed for the service's own configuration."""
-    served = Served.from_config(config, "cpu", cost)
+    variants = cost.variants
+    least = variants.min_batch if variants else None  # as an engine decided when it was profiled
+    served = Served.from_config(config, "cpu", cost, min_batch=least)
     traffic = read_traffic(options.trace).clipped({"seq": served.spec.hard_limit["seq"]})
     return plan(served, traffic, options.seconds, options.busy)
 

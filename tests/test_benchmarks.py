@@ -326,6 +326,7 @@ def run_main(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     return code, json.loads((tmp_path / "x.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_whole_run_writes_json_and_markdown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,6 +346,7 @@ def test_a_whole_run_writes_json_and_markdown(
     assert "| ray-batch |" in (tmp_path / "x.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_crashed_arm_is_reported_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

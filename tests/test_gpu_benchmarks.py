@@ -337,6 +337,7 @@ def run(main: Any, tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]
 THROUGHPUT = ["--rows", "32", "--passes", "1", "--workloads", "lognormal"]
 
 
+@pytest.mark.slow
 def test_throughput_writes_every_arm(tmp_path: Path) -> None:
     wanted = "packed-eager,padded-eager,eager,sorted-eager,no-batching"
     sizes = ["--max-batch-tokens", "640,512"]
@@ -387,6 +388,7 @@ def test_what_the_time_budget_leaves_out_is_said(tmp_path: Path) -> None:
     assert "left out" in (tmp_path / "x.md").read_text()
 
 
+@pytest.mark.slow
 def test_latency_measures_every_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latency, "WARM_CALLS", 1)
     few = ["--calls", "3", "--lengths", "16,20", "--max-batch-tokens", "512"]

@@ -9,7 +9,7 @@ import pytest
 from service_process import ServiceProcess, eventually, free_port
 from tiny import text_of, write_model
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
 POLICY = {"seq": {"explicit": [8, 16, 24]}, "batch": {"explicit": [1, 4]}}
 

@@ -18,7 +18,7 @@ import tiny
 from benchmarks import simulator_validation as validation
 from benchmarks.comparison import compared, table
 from benchmarks.http_client import Target
-from benchmarks.live import SERIAL_REQUESTS, Counters, Live
+from benchmarks.live import GROUP_REQUESTS, GROUPS, Counters, Live
 from benchmarks.processes import ServerProcess
 from benchmarks.scenarios import UNFINISHED, Sample
 from shapeserve.config import ServeConfig
@@ -197,7 +197,7 @@ def test_the_constant_is_the_latency_of_an_idle_service_without_its_device_time(
     with service(device_s=1000.0) as (live, rows):
         host_s = live.host_s(5)
     assert -1000.0 < host_s < -900.0  # what is left of the latency after 1,000 s of device time
-    assert [len(row) for row in rows] == [5] * SERIAL_REQUESTS
+    assert [len(row) for row in rows] == [5] * GROUPS * GROUP_REQUESTS
 
 
 # --- the verdict

@@ -12,13 +12,23 @@ from click.testing import CliRunner, Result
 from shapeserve.cli import main
 from shapeserve.errors import ConfigError
 from shapeserve.traces import Traffic
-from shapeserve.tuning import ANALYTIC, CostPoint, CostTable, Formula, Request, Served, propose
+from shapeserve.tuning import (
+    ANALYTIC,
+    CostPoint,
+    CostTable,
+    Formula,
+    Request,
+    Scored,
+    Served,
+    propose,
+    simulate,
+)
 from shapeserve.tuning.charts import bars, corners, log_density
 from shapeserve.tuning.fit import waste
 from shapeserve.tuning.loads import SHARES, under_load
-from shapeserve.tuning.propose import by_number
 from shapeserve.tuning.report import render
-from shapeserve.tuning.study import Study, study
+from shapeserve.tuning.study import Study, by_number, study
+from shapeserve.tuning.task import PaddedTask
 
 in_a_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")
 ROWS = 600
@@ -40,49 +50,62 @@ def images(rows: int = ROWS) -> Traffic:
 
 def studied(traffic: Traffic, request: Request | None = None) -> Study:
     request = request or Request(shapes=4)
-    return study("trace.csv", traffic, request, propose(traffic, request))
+    return study("trace.csv", "a planted note", traffic, request, propose(traffic, request))
+
+
+def served(*sizes: int) -> Served:
+    return Served.for_buckets({"seq": sizes}, "cpu", ANALYTIC["cpu"], max_batch_tokens=8192)
 
 
 # --- what is computed
 
 
+def numbers_of(request: Request, steps: list[tuple[int, int]] | None = None) -> dict[int, Scored]:
+    proposal = propose(texts(), request)
+    told = [] if steps is None else steps
+    task = PaddedTask.of(texts(), request)
+    return by_number(task, proposal, lambda *step: told.append(step))
+
+
 def test_each_number_of_shapes_does_what_a_proposal_of_so_many_does() -> None:
-    traffic = texts()
     steps: list[tuple[int, int]] = []
-    found = by_number(traffic, Request(shapes=5), lambda *step: steps.append(step))
+    found = numbers_of(Request(shapes=5), steps)
     assert [*found] == [*range(1, 33)]
-    assert steps[-1] == (32, 32)
+    assert steps[-1] == (64, 64)
     for number in (1, 5, 17):
-        assert found[number] == propose(traffic, Request(shapes=number)).proposed
+        assert found[number] == propose(texts(), Request(shapes=number)).proposed
     firsts = [scored.first_half for scored in found.values()]
     assert firsts == sorted(firsts, reverse=True)
 
 
+def test_no_latency_is_simulated_for_every_number() -> None:
+    found = numbers_of(Request(shapes=2, objective="p99"))
+    assert [*found] == [*range(1, 33)]
+    assert {scored.p99_s for scored in found.values()} == {None}
+
+
 def test_a_larger_number_that_was_asked_for_is_there_too() -> None:
-    assert [*by_number(texts(), Request(shapes=40))][-2:] == [32, 40]
+    assert [*numbers_of(Request(shapes=40))][-2:] == [32, 40]
 
 
 def test_numbers_too_small_for_the_forced_sizes_are_left_out() -> None:
-    assert min(by_number(texts(), Request(include=(8, 24)))) == 3
+    assert min(numbers_of(Request(include=(8, 24)))) == 3
 
 
 def test_buckets_of_a_proposal_are_served_without_refusals_or_fallbacks() -> None:
-    from shapeserve.tuning import simulate
-
     for traffic in (texts(), images()):
         buckets = propose(traffic, Request(shapes=2)).proposed.buckets
         cost = Formula(0.001, 1e-7, 0.0, "test")
-        served = Served.for_buckets(buckets, "cpu", cost, max_batch_tokens=320 * 320)
-        outcome = simulate(served, traffic)
+        one = Served.for_buckets(buckets, "cpu", cost, max_batch_tokens=320 * 320)
+        outcome = simulate(one, traffic)
         assert (outcome.answered, outcome.fallbacks) == (ROWS, {})
-        real = outcome.elements["real"]
         rows = {k: n for k, n in outcome.elements.items() if k != "padding_batch"}
-        assert 1 - real / sum(rows.values()) == pytest.approx(waste(traffic, buckets))
+        assert 1 - rows["real"] / sum(rows.values()) == pytest.approx(waste(traffic, buckets))
 
 
-def test_latency_rises_with_the_load_and_a_saturated_policy_has_no_point() -> None:
-    policies = {"good": {"seq": (8, 16, 32, 64, 128)}, "bad": {"seq": (128,)}}
-    loads = under_load(texts(), policies, "cpu", ANALYTIC["cpu"], 8192)
+def test_latency_rises_with_the_load_and_a_policy_that_falls_behind_has_no_point() -> None:
+    policies = {"good": served(8, 16, 32, 64, 128), "bad": served(128)}
+    loads = under_load(texts(), policies)
     assert loads is not None
     assert loads.recorded_per_s == pytest.approx(10.0, rel=0.15)
     good, bad = loads.points["good"], loads.points["bad"]
@@ -91,7 +114,7 @@ def test_latency_rises_with_the_load_and_a_saturated_policy_has_no_point() -> No
     assert rates == sorted(rates)
     assert rates[1] / rates[0] == pytest.approx(sorted(SHARES)[1] / sorted(SHARES)[0])
     assert good[-1].p50_s > good[0].p50_s
-    assert all(point.p50_s <= point.p99_s and point.busy < 0.98 for point in good + bad)
+    assert all(point.p50_s <= point.p99_s and point.kept_up > 0.98 for point in good + bad)
     assert loads.common == bad[-1].rows_per_s
     at = {point.rows_per_s: point for point in good}
     assert at[loads.common].p50_s < bad[-1].p50_s
@@ -99,8 +122,7 @@ def test_latency_rises_with_the_load_and_a_saturated_policy_has_no_point() -> No
 
 def test_no_load_is_begun_after_the_budget_and_the_report_says_so() -> None:
     ticks = itertools.count(0.0, 8.0)
-    policies = {"default": {"seq": (64, 128)}}
-    loads = under_load(texts(), policies, "cpu", ANALYTIC["cpu"], 8192, clock=lambda: next(ticks))
+    loads = under_load(texts(), {"default": served(64, 128)}, clock=lambda: next(ticks))
     assert loads is not None
     assert (len(loads.points["default"]), loads.left_out) == (2, len(SHARES) - 2)
     whole = studied(texts())
@@ -110,7 +132,7 @@ def test_no_load_is_begun_after_the_budget_and_the_report_says_so() -> None:
 
 def test_rows_that_all_come_at_once_have_no_load() -> None:
     traffic = Traffic(("seq",), np.full((9, 1), 5), np.ones(9), np.zeros(9))
-    assert under_load(traffic, {"one": {"seq": (5,)}}, "cpu", ANALYTIC["cpu"], 8192) is None
+    assert under_load(traffic, {"one": served(5)}) is None
 
 
 def test_the_curve_of_lengths_holds_all_rows() -> None:
@@ -154,6 +176,7 @@ def test_a_report_of_a_histogram_has_no_latencies_and_says_why() -> None:
     traffic = Traffic(("seq",), np.array([[3], [9], [30]]), np.array([50.0, 20.0, 9.0]))
     text = render(studied(traffic))
     assert "No latencies: the traffic has no times." in text
+    assert "<li>a planted note</li>" in text
     assert "p50 ms" not in text
     assert "a histogram has no order" in text
 
@@ -177,6 +200,19 @@ def test_a_proposal_that_no_policy_may_have_is_refused() -> None:
     traffic = Traffic(("seq",), np.arange(1, 1101)[:, None], np.ones(1100), np.arange(1100.0))
     with pytest.raises(ConfigError, match="more than"):
         studied(traffic, Request(shapes=520))
+
+
+def test_a_report_of_packed_rows_is_about_their_batches() -> None:
+    whole = studied(texts(), Request(shapes=3, layout="packed", max_batch_tokens=512))
+    assert whole.judged.axes == ("tokens",)
+    assert {3, 8, 32} <= set(whole.by_number)
+    text = render(whole)
+    assert whole.loads is not None
+    assert all(whole.loads.points.values())
+    assert "Batches by tokens, and where buckets end" in text
+    assert "packed rows; least padding; sizes: at most 3" in text
+    assert "tokens: " in text
+    assert text.count('class="plotly-graph-div"') == 6
 
 
 # --- the command

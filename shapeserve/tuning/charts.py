@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shapeserve.buckets import TOKENS
 from shapeserve.page import BLUE, GREEN, GREY, VERMILION, new_figure
 from shapeserve.traces import Traffic
 from shapeserve.tuning.fit import Buckets, assigned
@@ -33,11 +34,11 @@ _MOST_BARS = 40
 def figures(study: Study) -> Iterator[Any]:
     """Yield the figures that the numbers suffice for."""
     scored = {name: found for name, found in study.named.items() if name in COLOUR}
-    if len(study.traffic.axes) == 1:
-        yield _lengths(study.traffic, scored)
+    if len(study.judged.axes) == 1:
+        yield _lengths(study.judged, scored)
     else:
-        yield _shapes(study.traffic, scored)
-    yield from _by_bucket(study.second_half, scored)
+        yield _shapes(study.judged, scored)
+    yield from _by_bucket(study.judged, scored)
     yield _padding_by_number(study)
     if study.proposal.cost_source:
         yield _seconds_by_number(study)
@@ -50,7 +51,9 @@ def _lengths(traffic: Traffic, scored: dict[str, Scored]) -> Any:
     from plotly.subplots import make_subplots
 
     (axis,) = traffic.axes
-    figure = new_figure(f"Rows by {axis}, and where buckets end", "% of rows per doubling", axis)
+    what = "Batches" if axis == TOKENS else "Rows"
+    title = f"{what} by {axis}, and where buckets end"
+    figure = new_figure(title, f"% of {what.lower()} per doubling", axis)
     figure = make_subplots(
         figure=figure, rows=2, cols=1, shared_xaxes=True, row_heights=[0.75, 0.25]
     )
@@ -58,7 +61,7 @@ def _lengths(traffic: Traffic, scored: dict[str, Scored]) -> Any:
     figure.add_scatter(
         row=1,
         col=1,
-        name="rows",
+        name=what.lower(),
         x=edges,
         y=[*density, density[-1]],
         mode="lines",
@@ -202,9 +205,8 @@ def bars(half: Traffic, buckets: Buckets) -> list[Bar]:
 
 
 def _padding_by_number(study: Study) -> Any:
-    figure = new_figure(
-        "Padding against the number of row shapes", "% of all elements", "row shapes"
-    )
+    counted = study.proposal.counted
+    figure = new_figure(f"Padding against the number of {counted}", "% of all elements", counted)
     numbers = [*study.by_number]
     found = study.by_number.values()
     halves = {
@@ -229,8 +231,9 @@ def _padding_by_number(study: Study) -> Any:
 
 
 def _seconds_by_number(study: Study) -> Any:
-    title = "Device seconds of the second half, in full batches"
-    figure = new_figure(title, "seconds", "row shapes")
+    how = "simulated" if study.proposal.packed else "in full batches"
+    title = f"Device seconds of the second half, {how}"
+    figure = new_figure(title, "seconds", study.proposal.counted)
     seconds = [one.device_s for one in study.by_number.values()]
     figure.add_scatter(
         name="fitted", x=[*study.by_number], y=seconds, mode="lines", line={"color": VERMILION}
@@ -244,7 +247,7 @@ def _seconds_by_number(study: Study) -> Any:
             mode="lines",
             line={"color": COLOUR[name], "dash": "dash"},
         )
-    figure.update_yaxes(type="log", dtick="D2")
+    figure.update_yaxes(type="log")
     return _chosen(figure, study)
 
 

@@ -8,10 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shapeserve.policy import Device
 from shapeserve.traces import Traffic
-from shapeserve.tuning.cost import Cost
-from shapeserve.tuning.fit import Buckets
 from shapeserve.tuning.served import Served
 from shapeserve.tuning.simulate import simulate
 
@@ -21,8 +18,9 @@ SHARES = (0.55, 0.25, 0.8, 0.1, 0.7, 0.4, 0.9)
 # 50 of them are slower than the 99th percentile; three policies at all loads take 3 to 10 s.
 MAX_ROWS = 5000
 BUDGET_S = 20.0
-# Busier than this a queue grows as long as rows come: its latency is about the trace's length.
-_SATURATED = 0.98
+# If answers are slower than that the queue grows as long as rows come, and latency is about the
+# length of the trace. A device that is always busy is no sign of it: its batches may still grow.
+KEPT_UP = 0.98
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +31,15 @@ class LoadPoint:
         rows_per_s: rows that come, on average.
         p50_s: median latency.
         p99_s: 99th percentile of the latency.
-        busy: device seconds / the time in which rows come.
+        busy: device seconds / the time to the last answer.
+        kept_up: the time in which rows come / the time to the last answer.
     """
 
     rows_per_s: float
     p50_s: float
     p99_s: float
     busy: float
+    kept_up: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Loads:
     Attributes:
         rows: how many were played, in the order and rhythm of the trace.
         recorded_per_s: rows that came in a second when they were recorded.
-        points: policy -> its points by ascending load, without those that saturate it.
+        points: policy -> its points by ascending load, without those that it cannot keep up with.
         left_out: loads that there was no time for.
     """
 
@@ -60,17 +60,14 @@ class Loads:
 
     @property
     def common(self) -> float | None:
-        """The highest load that no policy is saturated by; None if there is none."""
+        """The highest load that all policies keep up with; None if there is none."""
         loads = [{point.rows_per_s for point in points} for points in self.points.values()]
         return max(set.intersection(*loads), default=None)
 
 
 def under_load(
     traffic: Traffic,
-    policies: Mapping[str, Buckets],
-    device: Device,
-    cost: Cost,
-    max_batch_tokens: int,
+    policies: Mapping[str, Served],
     on_step: Callable[[int, int], None] = lambda done, total: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Loads | None:
@@ -80,15 +77,9 @@ def under_load(
 
     Args:
         traffic: rows, none longer than the largest bucket.
-        policies: name -> buckets.
-        device: kind of device.
-        cost: seconds of a batch.
-        max_batch_tokens: padded elements of a batch.
+        policies: name -> what is served by it.
         on_step: told how many simulations of how many are done.
         clock: seconds, for the budget.
-
-    Raises:
-        ConfigError: there are more buckets than a policy may have.
     """
     traffic = _first_rows(traffic)
     span_s = 0.0 if traffic.times_s is None else float(np.ptp(traffic.times_s))
@@ -96,13 +87,9 @@ def under_load(
         return None
     began_s, total = clock(), (1 + len(SHARES)) * len(policies)
     steps = iter(range(1, total + 1))
-    served = {
-        name: Served.for_buckets(buckets, device, cost, max_batch_tokens=max_batch_tokens)
-        for name, buckets in policies.items()
-    }
     most_per_s = 0.0
-    for one in served.values():
-        most_per_s = max(most_per_s, _most_per_s(one, traffic))
+    for served in policies.values():
+        most_per_s = max(most_per_s, _most_per_s(served, traffic))
         on_step(next(steps), total)
     recorded_per_s = len(traffic.sizes) / span_s
     points: dict[str, list[LoadPoint]] = {name: [] for name in policies}
@@ -110,9 +97,9 @@ def under_load(
     for share in SHARES:
         if clock() - began_s > BUDGET_S:
             break
-        for name, one in served.items():
-            point = _play(one, traffic, span_s, share * most_per_s / recorded_per_s)
-            if point.busy < _SATURATED:
+        for name, served in policies.items():
+            point = _play(served, traffic, span_s, share * most_per_s / recorded_per_s)
+            if point.kept_up > KEPT_UP:
                 points[name].append(point)
             on_step(next(steps), total)
         done += 1
@@ -146,5 +133,6 @@ def _play(served: Served, traffic: Traffic, span_s: float, speed: float) -> Load
         rows_per_s=outcome.rows / (span_s / speed),
         p50_s=outcome.latency_s(50),
         p99_s=outcome.latency_s(99),
-        busy=outcome.device_s / (span_s / speed),
+        busy=outcome.utilisation,
+        kept_up=span_s / speed / outcome.span_s,
     )

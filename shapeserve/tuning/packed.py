@@ -82,17 +82,20 @@ class PackedTask:
         """See :class:`shapeserve.tuning.task.Task`; packed rows have no batch sizes."""
         return grid_of(buckets, self.request.device, max_batch_tokens=self.ends[TOKENS])
 
-    def play(self, buckets: Buckets, batches: Batches, *, second: bool) -> Outcome:
+    def served(self, buckets: Buckets, batches: Batches) -> Served:
         """See :class:`shapeserve.tuning.task.Task`."""
         sizes = [size for size in buckets[TOKENS] if isinstance(size, int)]
-        served = Served.for_tokens(
+        return Served.for_tokens(
             sizes,
             self.longest,
             self.request.device,
             self.cost,
             max_batch_tokens=self.ends[TOKENS],
         )
-        return simulate(served, self.halves[second])
+
+    def play(self, buckets: Buckets, batches: Batches, *, second: bool) -> Outcome:
+        """See :class:`shapeserve.tuning.task.Task`."""
+        return simulate(self.served(buckets, batches), self.halves[second])
 
     def score(self, buckets: Buckets, batches: Batches = None) -> Scored:
         """See :class:`shapeserve.tuning.task.Task`: here everything is simulated."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from shapeserve.tuning.fit import Buckets, assigned, fit, waste, waste_by_axis
 from shapeserve.tuning.limits import Footprint
 from shapeserve.tuning.packed import PackedTask
 from shapeserve.tuning.request import Request, Scored
-from shapeserve.tuning.search import MAX_SHAPES, Choice, Steps, choose
+from shapeserve.tuning.search import Choice, Steps, choose
 from shapeserve.tuning.specialize import Specialization, specializations, specialized_points
 from shapeserve.tuning.task import PaddedTask, Task
 
@@ -195,33 +195,6 @@ def _specialized(task: Task, choice: Choice) -> tuple[Specialization, ...]:
         return ()
     outcome = task.play(choice.fit.buckets, choice.batches, second=True)
     return specializations(outcome, cost, specialized_points(cost), horizon_s)
-
-
-def by_number(
-    traffic: Traffic,
-    request: Request,
-    on_step: Callable[[int, int], None] = lambda done, total: None,
-) -> dict[int, Scored]:
-    """Return what each number of row shapes up to ``MAX_SHAPES`` would do to both halves.
-
-    Nothing is simulated: with the objective ``p99`` the sizes are those of the least seconds.
-
-    Args:
-        traffic: as for :func:`propose`.
-        request: as for :func:`propose`; a larger number of shapes that it asks for is there too.
-        on_step: told how many steps of how many are done.
-
-    Raises:
-        ConfigError: as for :func:`propose`.
-    """
-    if request.objective == "p99":
-        request = replace(request, objective="seconds")
-    task = PaddedTask.of(traffic, request)
-    numbers = sorted({*range(1, MAX_SHAPES + 1), request.shapes or 1})
-    steps = Steps(on_step)
-    steps.expect(len(numbers))
-    fits = fit(task.first, task.rules, numbers, steps)
-    return {number: task.score(found.buckets) for number, found in fits.items()}
 
 
 def guarded(traffic: Traffic, buckets: Buckets, rule: RareShape | None = None) -> float:

@@ -11,16 +11,17 @@ from shapeserve.tuning.charts import figures
 from shapeserve.tuning.loads import LoadPoint, Loads
 from shapeserve.tuning.request import Scored
 from shapeserve.tuning.study import Study
-from shapeserve.tuning.words import NAMES, headline, sentences
+from shapeserve.tuning.words import NAMES, bounds, headline, sentences, sizes
 
 
 def render(study: Study) -> str:
     """Return the report as HTML."""
-    ordered = study.traffic.times_s is not None
+    proposal = study.proposal
+    said = (*sizes(proposal), *bounds(proposal), *sentences(proposal))
     body = (
         f"<h1>{escape(study.source)}</h1>"
-        f'<p class="dim">{escape(headline(study.proposal, ordered=ordered))}</p>'
-        f"<h2>Before and after</h2>{_policies(study)}{bullets(sentences(study.proposal))}"
+        f'<p class="dim">{escape(headline(proposal, ordered=study.ordered))}</p>'
+        f"<h2>Before and after</h2>{_policies(study)}{bullets(said)}"
         f"<h2>Charts</h2>{''.join(map(chart, figures(study)))}"
         f"<h2>What the numbers hold for</h2>{bullets(_conditions(study))}"
     )
@@ -29,7 +30,7 @@ def render(study: Study) -> str:
 
 def _policies(study: Study) -> str:
     """The table of all policies; latencies are those of the highest load that all can bear."""
-    numbers = ["row shapes", "padding, first half", "second half"]
+    numbers = [study.proposal.counted, "padding, first half", "second half"]
     if study.proposal.cost_source:
         numbers.append("device-s")
     load = None if study.loads is None else study.loads.common
@@ -62,15 +63,24 @@ def _conditions(study: Study) -> Iterator[str]:
     """Yield what was asked for and how the charts were made."""
     asked, proposal = study.request, study.proposal
     ends = ", ".join(f"{axis} {end}" for axis, end in proposal.ends.items())
+    cut = "" if proposal.packed else ", to which longer rows are cut"
     number = "chosen by the traffic" if asked.shapes is None else f"at most {asked.shapes}"
     yield (
-        f"shapeserve {__version__}; {asked.device}; least {asked.objective}; row shapes: {number}; "
-        f"sizes are multiples of {asked.align} and end at {ends}, to which longer rows are cut."
+        f"shapeserve {__version__}; {asked.device}, {asked.layout} rows; least {asked.objective}; "
+        f"{proposal.counted}: {number}; "
+        f"sizes are multiples of {asked.align} and end at {ends}{cut}."
     )
     yield (
         "The proposal is fitted to the first half of the rows and judged on the second, which the "
-        "bars and the table's seconds and latencies are about."
+        "charts and the table's seconds and latencies are about."
     )
+    if study.note:
+        yield study.note
+    if proposal.packed:
+        yield (
+            "The batches are those that the rows form on a very fine grid: how many tokens are in "
+            "one depends on how many rows wait when the device is free."
+        )
     yield (
         f"Costs: {proposal.cost_source}."
         if proposal.cost_source
@@ -89,7 +99,8 @@ def _played(study: Study) -> str:
         f"Latencies: the first {loads.rows:,} rows of the second half, recorded at "
         f"{loads.recorded_per_s:,.3g} rows/s, in their rhythm but faster or slower, through the "
         f"service's own batcher on a virtual clock: one replica, batches of at most "
-        f"{study.max_batch_tokens:,} elements, no row in the fallback. Tokenising, the network and "
-        f"Python take no time there. A line ends where the device would be busy for 98 % and more."
+        f"{study.request.max_batch_tokens:,} elements, no row in the fallback. Tokenising, the "
+        "network and Python take no time there. A line ends where fewer than 98 % of the "
+        "rows that come in a second are answered in one."
         f"{cut}"
     )

@@ -18,7 +18,7 @@ MAX_SHAPES = 32
 # and a longer warm-up; it must take away so much of all that is executed. Arbitrary.
 WORTHWHILE = 0.005
 # Numbers of row shapes that are simulated, some seconds each; between them little changes.
-_PLAYED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+PLAYED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 # Latencies that differ by less are the same, and fewer variants are better. Arbitrary.
 _SAME = 0.01
 
@@ -179,7 +179,7 @@ def _by_latency(task: Task, steps: Steps) -> Choice:
             "minimise padding or seconds"
         )
     most = request.shapes or MAX_SHAPES
-    numbers: Sequence[int] = [*(n for n in _PLAYED if n < most), most]
+    numbers: Sequence[int] = [*(n for n in PLAYED if n < most), most]
     played: list[Choice] = []
     for batches in _batch_lists(task):
         kept = [one for one in _within_limits(task, numbers, batches, steps) if one[2] is not None]
@@ -192,7 +192,7 @@ def _by_latency(task: Task, steps: Steps) -> Choice:
             steps()
         if played and request.limits.free:
             best = _best(played, request.slo_s).number
-            numbers = [*(n for n in _PLAYED if n < best), best]
+            numbers = [*(n for n in PLAYED if n < best), best]
     if not played:
         raise ConfigError(_nothing(task, None if request.batches == "auto" else request.batches))
     return _best(played, request.slo_s)

@@ -3,45 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from math import prod
+from dataclasses import dataclass, replace
 
 from shapeserve.traces import Traffic
-from shapeserve.tuning.cost import ANALYTIC, Cost
+from shapeserve.tuning.fit import fit
 from shapeserve.tuning.loads import Loads, under_load
-from shapeserve.tuning.propose import Proposal, by_number
+from shapeserve.tuning.packed import PackedTask
+from shapeserve.tuning.propose import Proposal
 from shapeserve.tuning.request import Request, Scored
+from shapeserve.tuning.search import MAX_SHAPES, PLAYED, Steps
+from shapeserve.tuning.task import PaddedTask, Task, ends_of
 
-_PLAYED = ("default", "pow2", "proposed")
+OnStep = Callable[[int, int], None]
+
+_UNDER_LOAD = ("default", "pow2", "proposed")
 
 
 @dataclass(frozen=True)
 class Study:
-    """A proposal, the traffic that it is for, and what else could be had.
+    """A proposal, the traffic that judges it, and what else could be had.
 
     Attributes:
         source: where the traffic comes from, for people to read.
-        traffic: the rows, cut to the ends of the proposal.
+        note: what else is to be known of it, or "".
+        ordered: whether the traffic has times.
         request: what was asked for.
         proposal: what came of it.
-        by_number: number of row shapes -> what so many would do.
-        max_batch_tokens: padded elements of a simulated batch.
+        judged: the second half, cut to the ends of the proposal; of packed rows the batches that
+            they form, as if each were a row.
+        by_number: number of row shapes (or sizes) -> what so many would do.
         loads: latencies, None if the traffic has no times or nothing is known about costs.
     """
 
     source: str
-    traffic: Traffic
+    note: str
+    ordered: bool
     request: Request
     proposal: Proposal
+    judged: Traffic
     by_number: Mapping[int, Scored]
-    max_batch_tokens: int
     loads: Loads | None
-
-    @cached_property
-    def second_half(self) -> Traffic:
-        """The rows that the proposal had not seen."""
-        return self.traffic.halves()[1]
 
     @property
     def named(self) -> dict[str, Scored]:
@@ -51,15 +52,17 @@ class Study:
 
 def study(
     source: str,
+    note: str,
     traffic: Traffic,
     request: Request,
     proposal: Proposal,
-    on_step: Callable[[int, int], None] = lambda done, total: None,
+    on_step: OnStep = lambda done, total: None,
 ) -> Study:
     """Fit every number of row shapes, and simulate today's default, powers of two and the proposal.
 
     Args:
         source: where the traffic comes from, for people to read.
+        note: what else is to be known of it, or "".
         traffic: the rows.
         request: what was asked for.
         proposal: what :func:`shapeserve.tuning.propose.propose` made of both.
@@ -68,20 +71,38 @@ def study(
     Raises:
         ConfigError: the proposal has more buckets than a policy may have.
     """
-    traffic = traffic.clipped(proposal.ends)
-    numbers = by_number(traffic, request, on_step)
-    most = max(request.max_batch_tokens, prod(proposal.ends.values()))
-    loads, cost = None, _cost(request, proposal)
-    if cost is not None and traffic.times_s is not None:
+    packed = request.layout == "packed"
+    task: Task = (PackedTask if packed else PaddedTask).of(traffic, request)
+    ordered = traffic.times_s is not None
+    numbers = by_number(task, proposal, on_step)
+    loads = None
+    if task.cost is not None and ordered:
+        _, second = traffic.clipped(ends_of(traffic, request)).halves()
         named = {**proposal.compared, "proposed": proposal.proposed}
-        policies = {name: named[name].buckets for name in _PLAYED}
-        _, second = traffic.halves()
-        loads = under_load(second, policies, request.device, cost, most, on_step)
-    return Study(source, traffic, request, proposal, numbers, most, loads)
+        policies = {
+            name: task.served(named[name].buckets, proposal.batches if name == "proposed" else None)
+            for name in _UNDER_LOAD
+        }
+        loads = under_load(second, policies, on_step)
+    return Study(source, note, ordered, request, proposal, task.second, numbers, loads)
 
 
-def _cost(request: Request, proposal: Proposal) -> Cost | None:
-    """Return the cost that the proposal was judged by."""
-    if proposal.cost_source is None:
-        return None
-    return request.cost or ANALYTIC[request.device]
+def by_number(
+    task: Task, proposal: Proposal, on_step: OnStep = lambda done, total: None
+) -> dict[int, Scored]:
+    """Return what each number of row shapes up to ``MAX_SHAPES`` would do to both halves.
+
+    Of packed rows that takes simulations, so that only some numbers are there; that of the proposal
+    always is.
+    """
+    if isinstance(task, PaddedTask):  # latencies are for a few loads, not for every number
+        task = replace(task, request=replace(task.request, objective="padding"))
+    some = PLAYED if proposal.packed else range(1, MAX_SHAPES + 1)
+    numbers = sorted({*some, proposal.proposed.shapes})
+    steps = Steps(on_step)
+    steps.expect(2 * len(numbers))
+    found = {}
+    for number, made in fit(task.first, task.rules, numbers, steps).items():
+        found[number] = task.score(made.buckets, proposal.batches)
+        steps()
+    return found

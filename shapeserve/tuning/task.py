@@ -61,6 +61,13 @@ class Task(Protocol):
             ConfigError: a policy may not have them.
         """
 
+    def served(self, buckets: Buckets, batches: Batches) -> Served:
+        """Return what the simulator runs for a policy.
+
+        Raises:
+            ConfigError: a policy may not have these buckets, or nothing is known about costs.
+        """
+
     def play(self, buckets: Buckets, batches: Batches, *, second: bool) -> Outcome:
         """Simulate one half of the rows.
 
@@ -110,12 +117,12 @@ class PaddedTask:
             min_batch=costs.min_batch if costs else None,
         )
 
-    def play(self, buckets: Buckets, batches: Batches, *, second: bool) -> Outcome:
+    def served(self, buckets: Buckets, batches: Batches) -> Served:
         """See :class:`Task`."""
         if self.cost is None:
             raise ConfigError(_NO_PIXELS)
         costs = self.request.variant_costs
-        served = Served.for_buckets(
+        return Served.for_buckets(
             buckets,
             self.request.device,
             self.cost,
@@ -123,7 +130,10 @@ class PaddedTask:
             batches=batches,
             min_batch=costs.min_batch if costs else None,
         )
-        return simulate(served, self.second if second else self.first)
+
+    def play(self, buckets: Buckets, batches: Batches, *, second: bool) -> Outcome:
+        """See :class:`Task`."""
+        return simulate(self.served(buckets, batches), self.second if second else self.first)
 
     def score(self, buckets: Buckets, batches: Batches = None) -> Scored:
         """See :class:`Task`."""

@@ -1,4 +1,4 @@
-"""What is said of the variants of a proposal and of its latency."""
+"""What the terminal shows of single variants and of latency."""
 
 from __future__ import annotations
 

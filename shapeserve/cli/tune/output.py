@@ -13,14 +13,18 @@ from rich.console import Console
 from rich.table import Table
 
 from shapeserve.cli.common import check_target, json_option, write_json
-from shapeserve.cli.tune.bound_words import latency_cells, print_specialized, slo_missed
+from shapeserve.cli.tune.bound_words import (
+    latency_cells,
+    print_specialized,
+    slo_missed,
+)
 from shapeserve.cli.tune.inputs import Input
 from shapeserve.cli.tune.report import write_report
 from shapeserve.config import parse_policy
 from shapeserve.errors import ConfigError
 from shapeserve.page import require_plotly
 from shapeserve.tuning import Proposal, Request
-from shapeserve.tuning.words import NAMES, headline, sentences
+from shapeserve.tuning.words import NAMES, bounds, headline, sentences, sizes
 
 _WIDTH = 110
 
@@ -47,8 +51,6 @@ def check_outputs(given: Mapping[str, Any]) -> None:
     for option, target in (("--out", "out"), ("--report", "report"), ("--json", "json_target")):
         check_target(option, given[target])
     if given["report"] is not None:
-        if given["layout"] == "packed":
-            raise click.UsageError("--report draws padded rows; leave it out with --layout packed")
         require_plotly()
 
 
@@ -119,9 +121,11 @@ def _write_policy(proposal: Proposal, path: str, source: str) -> None:
 def _print(console: Console, proposal: Proposal, *, ordered: bool) -> None:
     console.print(headline(proposal, ordered=ordered))
     console.print(_table(proposal))
-    for line in sentences(proposal):
+    for line in (*sizes(proposal), *bounds(proposal)):
         console.print(line)
     print_specialized(console, proposal)
+    for line in sentences(proposal):
+        console.print(line)
 
 
 def _seconds(seconds: float) -> str:

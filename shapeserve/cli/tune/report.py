@@ -24,5 +24,5 @@ def write_report(read: Input, request: Request, proposal: Proposal, path: str) -
     from shapeserve.tuning.study import study
 
     with progress_bar("for the report") as on_step:
-        found = study(read.source, read.traffic, request, proposal, on_step)
+        found = study(read.source, read.note, read.traffic, request, proposal, on_step)
     write_page(render(found), path)
