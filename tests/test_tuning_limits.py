@@ -548,7 +548,6 @@ BAD = {
     "graphs unknown": (("--max-graph-mb", "5"), "shapeserve profile"),
     "warm-up unknown": (("--max-warmup-s", "5"), "shapeserve profile"),
     "special unknown": (("--horizon-s", "60"), "shapeserve profile CONFIG.yaml --specialized 3"),
-    "packed report": (("--layout", "packed", "--report", "r.html"), "--report draws padded rows"),
     "too few": (("--max-variants", "2"), "even 1 row shapes would be 6 variants"),
 }
 
