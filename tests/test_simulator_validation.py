@@ -21,7 +21,7 @@ from benchmarks.http_client import Target
 from benchmarks.live import GROUP_REQUESTS, GROUPS, Counters, Live
 from benchmarks.processes import ServerProcess
 from benchmarks.scenarios import UNFINISHED, Sample
-from shapeserve.config import ServeConfig
+from shapeserve.config import ModelConfig, ServeConfig
 from shapeserve.traces import Traffic
 from shapeserve.tuning import CostPoint, CostTable, Formula, Served
 
@@ -258,9 +258,12 @@ def test_a_whole_run_writes_its_result_and_exits_with_the_verdict(
     trace = tmp_path / "trace.csv"
     trace.write_text("t_s,len\n" + "".join(f"{i},{1 + i % 40}\n" for i in range(3000)))
 
-    def fake_live(made: validation.Plan, options: argparse.Namespace) -> tuple[float, Any]:
+    def fake_live(
+        config: ModelConfig, cost: CostTable, options: argparse.Namespace
+    ) -> tuple[validation.Plan, float, Any]:
+        made = validation.plan_for(config, cost, 1, options)
         run = {**validation.predicted(made, 0.003), "errors": errors, "recompiles": 0.0}
-        return 0.003, [run] * options.runs
+        return made, 0.003, [run] * options.runs
 
     monkeypatch.setattr(validation, "SHAPESERVE_CONFIG", TOY)
     monkeypatch.setattr(validation, "RESULTS_DIR", tmp_path)
@@ -274,3 +277,14 @@ def test_a_whole_run_writes_its_result_and_exits_with_the_verdict(
     assert "measured: 4 batches" in text
     assert "| utilisation |" in text
     assert ("1 requests failed" in text) is bool(errors)
+
+
+def test_the_live_service_says_how_many_rows_a_batch_has_at_least(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = "\n".join(
+        f'shapeserve_bucket_area{{model="m",bucket="batch={b},seq=8",replica="r"}} {8 * b}.0'
+        for b in (4, 2, 16)
+    )
+    monkeypatch.setattr(Live, "_exposition", lambda _: text + "\n")
+    assert Live(None, None, 0).min_batch() == 2  # type: ignore[arg-type]
