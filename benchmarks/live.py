@@ -78,28 +78,23 @@ class Live:
 
     def counters(self) -> Counters:
         """Scrape it."""
-        return Counters.parse(self._exposition())
-
-    def min_batch(self) -> int:
-        """Return how many rows a batch has at least.
-
-        That is measured at each start, and two starts on a busy machine may differ.
-        """
-        areas = (
-            sample.labels["bucket"]
-            for family in text_string_to_metric_families(self._exposition())
-            for sample in family.samples
-            if sample.name == "shapeserve_bucket_area"
-        )
-        return min(int(label.split(",")[0].removeprefix("batch=")) for label in areas)
-
-    def _exposition(self) -> str:
         connection = http.client.HTTPConnection(self._target.host, self._target.port, timeout=30)
         try:
             connection.request("GET", "/metrics")
-            return connection.getresponse().read().decode()
+            return Counters.parse(connection.getresponse().read().decode())
         finally:
             connection.close()
+
+    def min_batch(self, length: int) -> int:
+        """Return 2 if a row that is sent alone is padded to two, else 1.
+
+        That is measured at each start, and two starts on a busy machine may differ. The bucket
+        labels do not tell: those of single rows are there before it is decided.
+        """
+        alone = self.play([length], [0.0])
+        if error := alone.samples[0].error:
+            raise ArmError(f"a request of the idle service failed: {error}")
+        return 2 if alone.counted.elements.get("padding_batch") else 1
 
     def play(self, lengths: Sequence[int], schedule_s: Sequence[float]) -> Played:
         """Send rows of these lengths when they are due."""

@@ -7,11 +7,12 @@
 1. Costs: `shapeserve profile` of MiniLM, with as many threads as the service has, before the
    service starts (or --costs).
 2. Prediction: the simulator plays the first rows of the trace at the speed at which it expects the
-   device to be busy for --busy of the time. Nothing of what is measured below goes into it, but
-   for one constant: what a request spends outside the device (HTTP, checks, Python). That is the
-   latency of requests of one length sent one by one to the idle service, less their device time,
-   measured before the first run. The simulator leaves that time out, so that its latencies
-   are compared after adding the constant.
+   device to be busy for --busy of the time. Of the running service only two things go into it.
+   Whether a single row has a program of its own: the service decides that by a measurement at its
+   start, on a busy machine either way. And a constant: what a request spends outside the device
+   (HTTP, checks, Python), which the simulator leaves out, so that its latencies are compared after
+   adding it. That is the latency of requests of one length, sent one by one to the idle service
+   before the first run, less their device time.
 3. Runs: the same rows, as token ids of exactly these lengths, are sent at their recorded times over
    HTTP, whatever became of earlier ones. Counters of /metrics before and after give padding of each
    axis and device seconds; utilisation is those over the time from the first request to the last
@@ -57,6 +58,7 @@ HERE = Path(__file__).resolve().parent
 RESULTS_DIR = HERE / "results"
 TRACE = HERE / "data" / "traces" / "enc_rag_mix.csv.gz"
 WARM_UP_S = 3.0
+ORDINARY_ROW = 12  # tokens
 POINTS = 24  # batches whose cost is measured
 CLOSE_ENOUGH = 0.25  # of the busy time that is asked for
 PERCENTILES = (*range(1, 100),)
@@ -71,6 +73,7 @@ class Plan:
     traffic: Traffic
     speed: float
     outcome: Outcome
+    min_batch: int
 
     @property
     def schedule_s(self) -> list[float]:
@@ -95,7 +98,8 @@ def plan(served: Served, traffic: Traffic, seconds: float, busy: float) -> Plan:
         device_s = simulate(served, played, speed=speed).device_s
         speed *= (busy * seconds / device_s) ** 0.8  # damped: the trace's rate is not even
     played = _first(traffic, seconds * speed)
-    made = Plan(played, speed, simulate(served, played, speed=speed))
+    outcome = simulate(served, played, speed=speed)
+    made = Plan(played, speed, outcome, served.min_batch)
     if abs(made.outcome.device_s / (busy * seconds) - 1) > CLOSE_ENOUGH:
         raise SystemExit(
             f"no speed of the trace keeps the device {busy:.0%} busy for {seconds:g} s: at "
@@ -298,6 +302,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "speed": made.speed,
             "seed": options.seed,
             "host_ms": 1e3 * host_s,
+            "min_batch": made.min_batch,
+            "min_batch_profiled": None if cost.variants is None else cost.variants.min_batch,
         },
         "costs": {"source": cost.source, "table": cost.to_dict()},
         "predicted": expected,
@@ -347,10 +353,11 @@ def run_live(
             try:
                 console.print(f"ready after {server.wait_ready(port, how.ready_path):.1f} s")
                 live = Live(server, target, options.seed)
-                made = plan_for(config, cost, live.min_batch(), options)
+                made = plan_for(config, cost, live.min_batch(ORDINARY_ROW), options)
                 console.print(
                     f"{made.outcome.rows} rows, {made.speed:.1f} times as fast as recorded: the "
-                    f"device should be busy {made.outcome.utilisation:.1%}"
+                    f"device should be busy {made.outcome.utilisation:.1%}; batches have at least "
+                    f"{made.min_batch} rows"
                 )
                 return made, *measure(live, made, options.runs)
             except ArmError as failure:

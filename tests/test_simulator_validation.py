@@ -138,8 +138,11 @@ def test_more_than_half_busy_is_refused(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @contextmanager
-def service(device_s: float = 0.0) -> Iterator[tuple[Live, list[list[int]]]]:
-    """A service that counts ``device_s`` for each row, and the token ids that it was sent."""
+def service(device_s: float = 0.0, padded: bool = False) -> Iterator[tuple[Live, list[list[int]]]]:
+    """A service that counts ``device_s`` for each row, and the token ids that it was sent.
+
+    ``padded``: it pads every row to two.
+    """
     rows: list[list[int]] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -149,6 +152,7 @@ def service(device_s: float = 0.0) -> Iterator[tuple[Live, list[list[int]]]]:
         def do_GET(self) -> None:
             self.answer(
                 f'shapeserve_tokens_total{{kind="real"}} {sum(map(len, rows))}\n'
+                f'shapeserve_tokens_total{{kind="padding_batch"}} {padded * sum(map(len, rows))}\n'
                 f'shapeserve_device_seconds_total{{mode="compiled"}} {device_s * len(rows)}\n'
             )
 
@@ -189,8 +193,16 @@ def test_rows_of_exactly_these_lengths_are_sent_and_only_theirs_is_counted() -> 
         played = live.play([3, 1, 7], [0.0, 0.01, 0.02])
     assert sorted(map(len, rows[1:])) == [1, 3, 7]
     assert [sample.error for sample in played.samples] == [None] * 3
-    assert played.counted == Counters({"real": 11.0}, 1.5, 0.0)
+    assert played.counted == Counters({"real": 11.0, "padding_batch": 0.0}, 1.5, 0.0)
     assert played.elapsed_s >= 0.02
+
+
+@pytest.mark.parametrize(("padded", "least"), [(False, 1), (True, 2)])
+def test_a_row_sent_alone_tells_whether_single_rows_are_padded_to_two(
+    padded: bool, least: int
+) -> None:
+    with service(padded=padded) as (live, _):
+        assert live.min_batch(7) == least
 
 
 def test_the_constant_is_the_latency_of_an_idle_service_without_its_device_time() -> None:
@@ -261,7 +273,7 @@ def test_a_whole_run_writes_its_result_and_exits_with_the_verdict(
     def fake_live(
         config: ModelConfig, cost: CostTable, options: argparse.Namespace
     ) -> tuple[validation.Plan, float, Any]:
-        made = validation.plan_for(config, cost, 1, options)
+        made = validation.plan_for(config, cost, 2, options)
         run = {**validation.predicted(made, 0.003), "errors": errors, "recompiles": 0.0}
         return made, 0.003, [run] * options.runs
 
@@ -272,19 +284,9 @@ def test_a_whole_run_writes_its_result_and_exits_with_the_verdict(
     assert validation.main([*map(str, arguments), "--runs", "2", "--out", "x"]) == code
     result = json.loads((tmp_path / "x.json").read_text())
     assert [len(one["measured"]) for one in result["comparisons"]] == [2] * 4
+    assert result["played"]["min_batch"] == 2
     assert result["played"]["host_ms"] == pytest.approx(3.0)
     text = (tmp_path / "x.md").read_text()
     assert "measured: 4 batches" in text
     assert "| utilisation |" in text
     assert ("1 requests failed" in text) is bool(errors)
-
-
-def test_the_live_service_says_how_many_rows_a_batch_has_at_least(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    text = "\n".join(
-        f'shapeserve_bucket_area{{model="m",bucket="batch={b},seq=8",replica="r"}} {8 * b}.0'
-        for b in (4, 2, 16)
-    )
-    monkeypatch.setattr(Live, "_exposition", lambda _: text + "\n")
-    assert Live(None, None, 0).min_batch() == 2  # type: ignore[arg-type]
