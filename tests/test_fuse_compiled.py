@@ -94,7 +94,7 @@ class TestCompiled:
         [
             # Both generate code for half a minute; packed weights are what a CPU serves.
             pytest.param(False, id="plain", marks=pytest.mark.slow),
-            pytest.param(True, id="frozen"),
+            pytest.param(True, id="frozen", marks=pytest.mark.slow),
         ],
     )
     def test_inductor(self, freeze: bool) -> None:
