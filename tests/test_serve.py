@@ -441,11 +441,15 @@ def test_a_traced_request_has_the_spans_of_the_engine_below_rays_proxy_and_repli
     headers = {"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"}
     response = service.embed("cat cat", headers, model="tiny")
     assert response.status_code == 200
-    # The span that the caller's is the parent of ends last, and so is written last.
     caller = "0x00f067aa0ba902b7"
-    eventually(lambda: caller in {s["parent_id"] for s in spans(service.directory, trace_id)})
+
+    def complete() -> bool:  # the outermost span ends last; ours are made after the answer
+        now = spans(service.directory, trace_id)
+        ended = {span["parent_id"] for span in now} | {span["name"] for span in now}
+        return len(now) >= 5 and {caller, "shapeserve.execute"} <= ended
+
+    eventually(complete)
     found = spans(service.directory, trace_id)
-    assert len(found) >= 5
     names = [span["name"] for span in found]
     assert names[-3:] == ["shapeserve.queue", "shapeserve.pad", "shapeserve.execute"]
     by_id = {span["context"]["span_id"]: span for span in found}
