@@ -88,8 +88,7 @@ class Live:
     def min_batch(self, length: int) -> int:
         """Return 2 if a row that is sent alone is padded to two, else 1.
 
-        That is measured at each start, and two starts on a busy machine may differ. The bucket
-        labels do not tell: those of single rows are there before it is decided.
+        That is measured at each start, and two starts on a busy machine may differ.
         """
         alone = self.play([length], [0.0])
         if error := alone.samples[0].error:

@@ -22,7 +22,7 @@ import tritonclient.http.aio as triton_aio
 from fake_engine import BUCKET
 from service_process import ADMIN_TOKEN, ServiceProcess, eventually, free_port
 from tiny import text_of, write_classifier, write_model
-from trace_exporter import spans
+from traced_request import check_traced_request
 from tritonclient.utils import InferenceServerException
 
 from shapeserve.config import ModelConfig
@@ -436,30 +436,7 @@ def test_a_traced_request_has_the_spans_of_the_engine_below_rays_proxy_and_repli
     service: ServiceProcess,
 ) -> None:
     """The ratio is 0: only a caller that traces, by its ``traceparent``, has spans."""
-    service.embed("a", {"traceparent": "00-00000000000000000000000000000001-00f067aa0ba902b7-00"})
-    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
-    headers = {"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"}
-    response = service.embed("cat cat", headers, model="tiny")
-    assert response.status_code == 200
-    caller = "0x00f067aa0ba902b7"
-
-    def complete() -> bool:  # the outermost span ends last; ours are made after the answer
-        now = spans(service.directory, trace_id)
-        ended = {span["parent_id"] for span in now} | {span["name"] for span in now}
-        return len(now) >= 5 and {caller, "shapeserve.execute"} <= ended
-
-    eventually(complete)
-    found = spans(service.directory, trace_id)
-    names = [span["name"] for span in found]
-    assert names[-3:] == ["shapeserve.queue", "shapeserve.pad", "shapeserve.execute"]
-    by_id = {span["context"]["span_id"]: span for span in found}
-    parents = {by_id[span["parent_id"]]["name"] for span in found[-3:]}
-    assert parents == {"replica_handle_request ShapeServe __call__"}
-    assert found[0]["parent_id"] == caller
-    assert found[-1]["attributes"]["shapeserve.model"] == "tiny"
-    assert "cat" not in str([span["attributes"] for span in found])
-    untraced = spans(service.directory, "0" * 31 + "1")
-    assert untraced == []
+    check_traced_request(service, "tiny", 5)
 
 
 def test_our_metrics_are_in_rays_own_scrape_too(service: ServiceProcess) -> None:
@@ -520,15 +497,10 @@ def test_no_user_config_at_all_brings_a_replica_down(service: ServiceProcess) ->
 def test_the_administrators_policy_reaches_every_replica_in_place(service: ServiceProcess) -> None:
     replicas, path = service.replicas(), "/v2/models/narrow/policy"
     token = {"authorization": f"Bearer {ADMIN_TOKEN}"}
-
-    def put_to_all() -> Any:
-        # A replica that asks its peers for the first time may not know all of them yet.
-        told = service.http.put(path, json=POLICY, headers=token).json()
-        return told if len(told["replicas"]) == len(replicas) else None
-
-    put = eventually(put_to_all)
-    assert {state["replica"] for state in put["replicas"]} == replicas
-    assert {state["result"] for state in put["replicas"]} <= {"applied", "unchanged"}
+    put = service.http.put(path, json=POLICY, headers=token).json()
+    assert {(s["replica"], s["result"]) for s in put["replicas"]} == {
+        (replica, "applied") for replica in replicas
+    }
     assert grids(service, "narrow") == {put["grid"]}
     told = service.http.get(path, headers=token).json()
     assert [state["policy"] for state in told["replicas"]] == [POLICY, POLICY]

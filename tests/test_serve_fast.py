@@ -18,7 +18,7 @@ import tritonclient.grpc as triton
 import tritonclient.http as triton_http
 from grpc_calls import fake_vectors, status, texts_input, trailing, vectors
 from service_process import ServiceProcess, eventually, free_port, listening
-from trace_exporter import spans
+from traced_request import check_traced_request
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -144,30 +144,7 @@ def test_a_traced_request_has_the_spans_of_the_engine_below_rays_behind_haproxy(
     service: ServiceProcess,
 ) -> None:
     """The ratio is 0: only a caller that traces, by its ``traceparent``, has spans."""
-    service.embed("a", {"traceparent": "00-00000000000000000000000000000001-00f067aa0ba902b7-00"})
-    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
-    headers = {"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"}
-    response = service.embed("cat cat", headers)
-    assert response.status_code == 200
-    caller = "0x00f067aa0ba902b7"
-
-    def complete() -> bool:  # the outermost span ends last; ours are made after the answer
-        now = spans(service.directory, trace_id)
-        ended = {span["parent_id"] for span in now} | {span["name"] for span in now}
-        return len(now) >= 4 and {caller, "shapeserve.execute"} <= ended
-
-    eventually(complete)
-    found = spans(service.directory, trace_id)
-    names = [span["name"] for span in found]
-    assert names[-3:] == ["shapeserve.queue", "shapeserve.pad", "shapeserve.execute"]
-    by_id = {span["context"]["span_id"]: span for span in found}
-    parents = {by_id[span["parent_id"]]["name"] for span in found[-3:]}
-    assert parents == {"replica_handle_request ShapeServe __call__"}
-    assert found[0]["parent_id"] == caller
-    assert found[-1]["attributes"]["shapeserve.model"] == "fake"
-    assert "cat" not in str([span["attributes"] for span in found])
-    untraced = spans(service.directory, "0" * 31 + "1")
-    assert untraced == []
+    check_traced_request(service, "fake", 4)
 
 
 def test_a_deadline_passes_haproxy_as_504(service: ServiceProcess) -> None:

@@ -92,13 +92,13 @@ def build(config: ModelConfig, metrics: Metrics, report: Callable[[WarmupProgres
     layout, device = prepared.layout, prepared.device
     monitor = CompileMonitor(metrics, model.spec.name)
     programs = make_programs(prepared, config, monitor)
-    _preset(metrics, model.spec, grid, programs, device)
+    _preset(metrics, model.spec, grid, programs, device, of_buckets=False)
     for step in build_programs(programs, model.spec, grid, layout, probe, monitor):
         report(step)
     if BATCH in grid.axes and programs.min_batch > 1:
         # One row has no program of its own: it runs in a batch of two, and the grid says so.
         grid = without_single(grid)
-        _preset(metrics, model.spec, grid, programs, device)
+    _preset(metrics, model.spec, grid, programs, device)
     runner = _runner(model.spec, config, grid, programs, layout, monitor, metrics, device)
     phase, strict = CompilePhase.WARMUP, config.compile.strict
     for step in warm_up(WarmupContext(runner, probe, monitor, metrics, phase, strict)):
@@ -206,14 +206,21 @@ def _tier(config: ModelConfig, device: torch.device) -> Tier:
 
 
 def _preset(
-    metrics: Metrics, spec: ModelSpec, grid: Grid, programs: Programs, device: torch.device
+    metrics: Metrics,
+    spec: ModelSpec,
+    grid: Grid,
+    programs: Programs,
+    device: torch.device,
+    *,
+    of_buckets: bool = True,
 ) -> None:
+    """Make the series; those of buckets once it is known which ones serve."""
     modes = {Mode.EAGER, Mode.FALLBACK, Mode(programs.tier.value)}
     if programs.compiles:
         modes.add(Mode.COMPILED)
     metrics.preset(
         spec.name,
-        [bucket.label for bucket in grid.buckets],
+        [bucket.label for bucket in grid.buckets] if of_buckets else [],
         grid.axes,
         row_axes=spec.row_axes,
         max_sizes=spec.hard_limit,

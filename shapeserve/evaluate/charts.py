@@ -111,7 +111,7 @@ def _strategies(sums: Account) -> Any:
 
 
 def _launches(found: Evaluation, sums: Account) -> Any:
-    figure = new_figure("Kernels of a call and the time between them", "% of the eager call")
+    figure = new_figure("Kernels of a call and the time without one", "% of the eager call")
     labels: list[str] = []
     runs: list[str] = []
     busy: list[float] = []
@@ -126,7 +126,7 @@ def _launches(found: Evaluation, sums: Account) -> Any:
             texts.append(f"{launches.kernels} kernels")
     x = [labels, runs]
     figure.add_bar(name="busy", x=x, y=busy, text=texts, marker_color=_COLOUR[Arm.COMPILED])
-    figure.add_bar(name="between kernels", x=x, y=gaps, marker_color=_COLOUR[Arm.SPECIALIZED])
+    figure.add_bar(name="no kernel", x=x, y=gaps, marker_color=_COLOUR[Arm.SPECIALIZED])
     figure.update_layout(barmode="stack")
     return figure
 

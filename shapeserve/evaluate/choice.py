@@ -36,7 +36,7 @@ def choose(grid: Grid, wanted: str) -> list[Bucket]:
         last, steps = len(buckets) - 1, min(_SAMPLE, len(buckets)) - 1
         return [buckets[last * i // max(steps, 1)] for i in range(steps + 1)]
     named = {"x".join(str(size) for _, size in bucket.sizes): bucket for bucket in buckets}
-    asked = [part.strip() for part in wanted.split(",")] if wanted.strip(", ") else [wanted]
+    asked = [part.strip() for part in wanted.split(",")]
     for name in asked:
         if name not in named:
             raise ConfigError(_unknown(name, named, grid))

@@ -20,7 +20,7 @@ from shapeserve.metrics import NO_BUCKET
 from shapeserve.protocols.health import FRESH_S, ReplicaReport
 from shapeserve.protocols.http import Reply
 from shapeserve.serve.heatmap import HeatMap, heat_map, waste
-from shapeserve.serve.status import ModelStatus, ReplicaStatus, Series
+from shapeserve.serve.status import COUNTED, ModelStatus, ReplicaStatus, Series
 
 REFRESH_S: Final = 5
 EVENTS: Final = 20
@@ -120,7 +120,7 @@ def warmup_page(reports: Sequence[tuple[ReplicaReport, float]], state: str) -> R
 def model_view(name: str, statuses: Sequence[ReplicaStatus], *, admin: bool) -> ModelView:
     """Put together what all replicas say of one model."""
     replicas = [(s.report.replica, m) for s in statuses for m in s.models if m.model == name]
-    sums = {metric: _sum(m.counts.get(metric, {}) for _, m in replicas) for metric in _SUMMED}
+    sums = {metric: _sum(m.counts.get(metric, {}) for _, m in replicas) for metric in COUNTED}
     variants = [variant for _, model in replicas for variant in model.variants]
     rows, batches, tokens = (sums[f"{n}_total"] for n in ("rows", "batches", "tokens"))
     in_grid = {variant.bucket for variant in variants} | {NO_BUCKET}
@@ -141,13 +141,6 @@ def model_view(name: str, statuses: Sequence[ReplicaStatus], *, admin: bool) -> 
         recompiles=_reasons(sums["recompiles_total"]),
         events=_events(replicas, admin=admin),
     )
-
-
-_SUMMED: Final = (
-    *("rows_total", "batches_total", "tokens_total", "device_seconds_total"),
-    *("rows_accepted_total", "rows_dropped_total", "queue_rows", "queue_tokens"),
-    *("fallbacks_total", "recompiles_total"),
-)
 
 
 def _models(statuses: Iterable[ReplicaStatus]) -> list[str]:

@@ -79,6 +79,7 @@ class ShapeServe(GrpcMethods):
         self._name = context.replica_id.unique_id
         self._deployment = (context.deployment, context.app_name)
         self._peers: DeploymentHandle[Any] | None = None
+        self._asking: asyncio.Task[DeploymentHandle[Any]] | None = None
         self._drain_s = config.serve.drain_s
         self._spans = spans_if_traced()
         self._mirror = RayMirror()
@@ -175,6 +176,9 @@ class ShapeServe(GrpcMethods):
         """Raise if a device thread is dead or stuck; after three times Serve replaces us."""
         if self._running_since_s is None:
             self._running_since_s = time.monotonic()
+            # A handle hears of the replicas some time after it is made: one that is made for the
+            # first question asks only those that it has heard of, and misses the others.
+            self._asking = asyncio.create_task(self._all_replicas())
         for engine in self._engines:
             engine.healthy()
 

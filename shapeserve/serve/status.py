@@ -24,7 +24,7 @@ Series = Mapping[tuple[str, ...], float]
 COUNTED: Final = (
     *("rows_accepted_total", "rows_total", "batches_total", "tokens_total"),
     *("device_seconds_total", "rows_dropped_total", "fallbacks_total", "recompiles_total"),
-    *("queue_rows", "queue_tokens", "warmup_seconds"),
+    *("queue_rows", "queue_tokens"),
 )
 """The metrics that the page needs."""
 
