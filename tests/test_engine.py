@@ -738,3 +738,19 @@ def test_an_engine_serves_exactly_one_model(text_dir: Path) -> None:
     )
     with pytest.raises(ConfigError, match="one model"):
         Engine(two)
+
+
+def test_i7_there_are_no_series_of_buckets_that_do_not_serve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether single rows have buckets is measured while the programs are built."""
+    monkeypatch.setattr("shapeserve.warmup.programs._single_pays", lambda *_: False)
+    with engines.started(engines.module_config("masked_tokens")) as engine:
+        labels = {bucket.label for bucket in engine.grid.buckets}
+        counted = {
+            s.labels["bucket"]
+            for s in engine.metrics.samples()
+            if s.name == "shapeserve_bucket_area"
+        }
+        assert counted == labels
+        assert not any(label.startswith("batch=1,") for label in labels)
