@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from benchmarks.environment import MODEL_NAME, MODEL_PACKAGE, model_dir
 
@@ -43,7 +44,7 @@ def launch(
 ) -> Launch:
     """Return how to start ``arm`` on ``port``; ``work_dir`` is a short, empty, private path."""
     if arm == SHAPESERVE:
-        return _shapeserve(port, work_dir)
+        return shapeserve(SHAPESERVE_CONFIG, port, work_dir)
     if arm == INFINITY:
         return _infinity(port, infinity_python or sys.executable)
     return _baseline(arm, port, work_dir, baseline_proxy)
@@ -56,9 +57,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _shapeserve(port: int, work_dir: Path) -> Launch:
+def shapeserve(content: Mapping[str, Any], port: int, work_dir: Path) -> Launch:
+    """Return how to start ``shapeserve serve`` with this configuration."""
     config = work_dir / "serve.yaml"
-    config.write_text(json.dumps(SHAPESERVE_CONFIG))  # JSON is YAML
+    config.write_text(json.dumps(content))  # JSON is YAML
     # What the `shapeserve` script does; it also works in a checkout that is not installed.
     cli = "from shapeserve.cli import main; main(prog_name='shapeserve')"
     command = (sys.executable, "-c", cli, "serve", str(config))

@@ -85,16 +85,6 @@ class Live:
         finally:
             connection.close()
 
-    def min_batch(self, length: int) -> int:
-        """Return 2 if a row that is sent alone is padded to two, else 1.
-
-        That is measured at each start, and two starts on a busy machine may differ.
-        """
-        alone = self.play([length], [0.0])
-        if error := alone.samples[0].error:
-            raise ArmError(f"a request of the idle service failed: {error}")
-        return 2 if alone.counted.elements.get("padding_batch") else 1
-
     def play(self, lengths: Sequence[int], schedule_s: Sequence[float]) -> Played:
         """Send rows of these lengths when they are due."""
         requests = [self._request(length) for length in lengths]

@@ -4,15 +4,16 @@
     python benchmarks/simulator_validation.py --runs 1 --seconds 10     # is it all there?
     python benchmarks/simulator_validation.py --costs costs.json        # costs measured before
 
+The model gets all cores but one. That one is for what the simulator knows nothing of: HTTP, Python,
+and this load generator, which would otherwise take the model's cores in the middle of a batch.
+
 1. Costs: `shapeserve profile` of MiniLM, with as many threads as the service has, before the
    service starts (or --costs).
 2. Prediction: the simulator plays the first rows of the trace at the speed at which it expects the
-   device to be busy for --busy of the time. Of the running service only two things go into it.
-   Whether a single row has a program of its own: the service decides that by a measurement at its
-   start, on a busy machine either way. And a constant: what a request spends outside the device
-   (HTTP, checks, Python), which the simulator leaves out, so that its latencies are compared after
-   adding it. That is the latency of requests of one length, sent one by one to the idle service
-   before the first run, less their device time.
+   device to be busy for --busy of the time. Of the running service a constant goes into it: what a
+   request spends outside the device (HTTP, checks, Python), which the simulator leaves out, so that
+   its latencies are compared after adding it. That is the latency of requests of one length, sent
+   one by one to the idle service before the first run, less their device time.
 3. Runs: the same rows, as token ids of exactly these lengths, are sent at their recorded times over
    HTTP, whatever became of earlier ones. Counters of /metrics before and after give padding of each
    axis and device seconds; utilisation is those over the time from the first request to the last
@@ -44,7 +45,7 @@ if __package__ in (None, ""):  # run as a file: make the package importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import environment
-from benchmarks.arms import SHAPESERVE, SHAPESERVE_CONFIG, free_port, launch
+from benchmarks.arms import SHAPESERVE_CONFIG, free_port, shapeserve
 from benchmarks.comparison import Comparison, compared, table
 from benchmarks.http_client import Target
 from benchmarks.live import Counters, Live
@@ -58,7 +59,6 @@ HERE = Path(__file__).resolve().parent
 RESULTS_DIR = HERE / "results"
 TRACE = HERE / "data" / "traces" / "enc_rag_mix.csv.gz"
 WARM_UP_S = 3.0
-ORDINARY_ROW = 12  # tokens
 POINTS = 24  # batches whose cost is measured
 CLOSE_ENOUGH = 0.25  # of the busy time that is asked for
 PERCENTILES = (*range(1, 100),)
@@ -73,7 +73,6 @@ class Plan:
     traffic: Traffic
     speed: float
     outcome: Outcome
-    min_batch: int
 
     @property
     def schedule_s(self) -> list[float]:
@@ -99,7 +98,7 @@ def plan(served: Served, traffic: Traffic, seconds: float, busy: float) -> Plan:
         speed *= (busy * seconds / device_s) ** 0.8  # damped: the trace's rate is not even
     played = _first(traffic, seconds * speed)
     outcome = simulate(served, played, speed=speed)
-    made = Plan(played, speed, outcome, served.min_batch)
+    made = Plan(played, speed, outcome)
     if abs(made.outcome.device_s / (busy * seconds) - 1) > CLOSE_ENOUGH:
         raise SystemExit(
             f"no speed of the trace keeps the device {busy:.0%} busy for {seconds:g} s: at "
@@ -221,8 +220,8 @@ def headline(result: Mapping[str, Any]) -> str:
         f"commit {about['commit']}\n"
         f"{played['trace']}: {played['rows']} rows in {played['seconds']:.1f} s "
         f"({played['speed']:.1f} times as fast as recorded), seed {played['seed']}; "
-        f"{environment.MODEL_NAME}, default policy; outside the device "
-        f"{played['host_ms']:.2f} ms a request\n"
+        f"{environment.MODEL_NAME}, {played['threads']} threads, default policy; outside the "
+        f"device {played['host_ms']:.2f} ms a request\n"
         f"costs: {result['costs']['source']}"
     )
 
@@ -286,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Predict, measure, compare; return 1 if they differ by more than is allowed."""
     options = parse(arguments)
     about = environment.describe(None)
-    config = ServeConfig.from_dict(SHAPESERVE_CONFIG).models[0]
+    config = ServeConfig.from_dict(served_config()).models[0]
     cost = CostTable.read(options.costs) if options.costs else measure_costs(config)
     console.print(f"costs: {cost.source}")
     made, host_s, runs = run_live(config, cost, options)
@@ -302,8 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "speed": made.speed,
             "seed": options.seed,
             "host_ms": 1e3 * host_s,
-            "min_batch": made.min_batch,
-            "min_batch_profiled": None if cost.variants is None else cost.variants.min_batch,
+            "threads": config.threads,
         },
         "costs": {"source": cost.source, "table": cost.to_dict()},
         "predicted": expected,
@@ -319,6 +317,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(bool(result["faults"]) or not all(one.ok for one in judged))
 
 
+def served_config() -> dict[str, Any]:
+    """Return the configuration of the service."""
+    (model,) = SHAPESERVE_CONFIG["models"]
+    return {"models": [{**model, "threads": max(1, environment.cores() - 1)}]}
+
+
 def measure_costs(config: ModelConfig) -> CostTable:
     """Profile the model as the service runs it on this machine."""
     console.print("measuring costs: a start from an empty compile cache, and some batches")
@@ -326,16 +330,12 @@ def measure_costs(config: ModelConfig) -> CostTable:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from shapeserve.profile.session import Options, profile
 
-    return profile(
-        config.model_copy(update={"threads": environment.cores()}), Options(POINTS), lambda *_: None
-    )
+    return profile(config, Options(POINTS), lambda *_: None)
 
 
-def plan_for(
-    config: ModelConfig, cost: CostTable, min_batch: int, options: argparse.Namespace
-) -> Plan:
+def plan_for(config: ModelConfig, cost: CostTable, options: argparse.Namespace) -> Plan:
     """Choose rows and speed for the service's own configuration."""
-    served = Served.from_config(config, "cpu", cost, min_batch=min_batch)
+    served = Served.from_config(config, "cpu", cost)
     traffic = read_traffic(options.trace).clipped({"seq": served.spec.hard_limit["seq"]})
     return plan(served, traffic, options.seconds, options.busy)
 
@@ -346,18 +346,17 @@ def run_live(
     """Start the service, predict, measure, stop it."""
     with tempfile.TemporaryDirectory(prefix="ssb-", ignore_cleanup_errors=True) as directory:
         work_dir, port = Path(directory), free_port()
-        how = launch(SHAPESERVE, port, work_dir, "fast", None)
+        how = shapeserve(served_config(), port, work_dir)
         target = Target("127.0.0.1", port, how.path, environment.MODEL_NAME)
         server = ServerProcess(how.command, how.env, work_dir / "server.log")
         with server:
             try:
                 console.print(f"ready after {server.wait_ready(port, how.ready_path):.1f} s")
                 live = Live(server, target, options.seed)
-                made = plan_for(config, cost, live.min_batch(ORDINARY_ROW), options)
+                made = plan_for(config, cost, options)
                 console.print(
                     f"{made.outcome.rows} rows, {made.speed:.1f} times as fast as recorded: the "
-                    f"device should be busy {made.outcome.utilisation:.1%}; batches have at least "
-                    f"{made.min_batch} rows"
+                    f"device should be busy {made.outcome.utilisation:.1%}"
                 )
                 return made, *measure(live, made, options.runs)
             except ArmError as failure:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tiny
 
+from benchmarks import environment
 from benchmarks import simulator_validation as validation
 from benchmarks.comparison import compared, table
 from benchmarks.http_client import Target
@@ -138,11 +139,8 @@ def test_more_than_half_busy_is_refused(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @contextmanager
-def service(device_s: float = 0.0, padded: bool = False) -> Iterator[tuple[Live, list[list[int]]]]:
-    """A service that counts ``device_s`` for each row, and the token ids that it was sent.
-
-    ``padded``: it pads every row to two.
-    """
+def service(device_s: float = 0.0) -> Iterator[tuple[Live, list[list[int]]]]:
+    """A service that counts ``device_s`` for each row, and the token ids that it was sent."""
     rows: list[list[int]] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -152,7 +150,6 @@ def service(device_s: float = 0.0, padded: bool = False) -> Iterator[tuple[Live,
         def do_GET(self) -> None:
             self.answer(
                 f'shapeserve_tokens_total{{kind="real"}} {sum(map(len, rows))}\n'
-                f'shapeserve_tokens_total{{kind="padding_batch"}} {padded * sum(map(len, rows))}\n'
                 f'shapeserve_device_seconds_total{{mode="compiled"}} {device_s * len(rows)}\n'
             )
 
@@ -193,16 +190,8 @@ def test_rows_of_exactly_these_lengths_are_sent_and_only_theirs_is_counted() -> 
         played = live.play([3, 1, 7], [0.0, 0.01, 0.02])
     assert sorted(map(len, rows[1:])) == [1, 3, 7]
     assert [sample.error for sample in played.samples] == [None] * 3
-    assert played.counted == Counters({"real": 11.0, "padding_batch": 0.0}, 1.5, 0.0)
+    assert played.counted == Counters({"real": 11.0}, 1.5, 0.0)
     assert played.elapsed_s >= 0.02
-
-
-@pytest.mark.parametrize(("padded", "least"), [(False, 1), (True, 2)])
-def test_a_row_sent_alone_tells_whether_single_rows_are_padded_to_two(
-    padded: bool, least: int
-) -> None:
-    with service(padded=padded) as (live, _):
-        assert live.min_batch(7) == least
 
 
 def test_the_constant_is_the_latency_of_an_idle_service_without_its_device_time() -> None:
@@ -273,7 +262,7 @@ def test_a_whole_run_writes_its_result_and_exits_with_the_verdict(
     def fake_live(
         config: ModelConfig, cost: CostTable, options: argparse.Namespace
     ) -> tuple[validation.Plan, float, Any]:
-        made = validation.plan_for(config, cost, 2, options)
+        made = validation.plan_for(config, cost, options)
         run = {**validation.predicted(made, 0.003), "errors": errors, "recompiles": 0.0}
         return made, 0.003, [run] * options.runs
 
@@ -284,7 +273,7 @@ def test_a_whole_run_writes_its_result_and_exits_with_the_verdict(
     assert validation.main([*map(str, arguments), "--runs", "2", "--out", "x"]) == code
     result = json.loads((tmp_path / "x.json").read_text())
     assert [len(one["measured"]) for one in result["comparisons"]] == [2] * 4
-    assert result["played"]["min_batch"] == 2
+    assert result["played"]["threads"] == max(1, environment.cores() - 1)
     assert result["played"]["host_ms"] == pytest.approx(3.0)
     text = (tmp_path / "x.md").read_text()
     assert "measured: 4 batches" in text

@@ -127,11 +127,13 @@ def test_a_row_without_a_program_of_its_own_is_padded_to_two_as_in_the_engine() 
     assert variants._SINGLE_PAYS_FROM == _SINGLE_PAYS_FROM
     config = model(compile={"backend": "eager"})
     dear_launch = Formula(1.0, 1e-6, 0.0, "test")
-    outcome = simulate(Served.from_config(config, "cpu", dear_launch), traffic([0.0, 9.0], 3, 20))
+    times = traffic([0.0, 9.0], 3, 20)
+    outcome = simulate(Served.from_config(config, "cuda", dear_launch), times)
     assert outcome.batches == {"batch=2,seq=4": 1, "none": 1}
     assert outcome.elements == {REAL: 23, "padding_seq": 1 + 4, "padding_batch": 4 + 24}
-    alone = simulate(Served.from_config(config, "cpu", UNIT), traffic([0.0, 9.0], 3, 20))
-    assert alone.batches == {"batch=1,seq=4": 1, "none": 1}
+    for device, cost in (("cuda", UNIT), ("cpu", dear_launch)):
+        alone = simulate(Served.from_config(config, device, cost), times)
+        assert alone.batches == {"batch=1,seq=4": 1, "none": 1}
 
 
 # --- time

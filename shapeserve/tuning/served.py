@@ -20,8 +20,8 @@ from shapeserve.tuning.cost import Cost
 from shapeserve.tuning.fit import Buckets
 from shapeserve.tuning.stand_in import policy_of, stand_in
 
-# As the engine measures it at start: one row gets a program of its own if padding it to two costs
-# 15 % more, and a GPU writes one batch while it works on another.
+# As the engine measures it at start on a GPU: one row gets a program of its own if padding it to
+# two costs 15 % more; and a GPU writes one batch while it works on another.
 _SINGLE_PAYS_FROM = 1.15
 _SLOTS: Mapping[Device, int] = {"cpu": 1, "cuda": 2}
 _TYPICAL_SIZE = 40  # of the row that the engine measures this with
@@ -122,7 +122,7 @@ class Served:
         limits = config.limits
         area = largest_area(spec, limits.max_batch_tokens, grid)
         if min_batch is None:
-            min_batch = _min_batch(config, spec, grid, cost)
+            min_batch = _min_batch(config, spec, grid, device, cost)
         if min_batch > 1 and BATCH in grid.axes:
             grid = without_single(grid)
         special_tokens = None if spec.task == "module" else SPECIAL_TOKENS
@@ -228,13 +228,15 @@ class Served:
         return sizes
 
 
-def _min_batch(config: ModelConfig, spec: ModelSpec, grid: Grid, cost: Cost) -> int:
+def _min_batch(config: ModelConfig, spec: ModelSpec, grid: Grid, device: Device, cost: Cost) -> int:
     """Decide as the engine does whether one row gets a program of its own."""
     if TOKENS in grid.axes or config.compile.tier in ("eager", "eager_graph"):
         return 1
     batches = {bucket.size(BATCH) for bucket in grid.buckets}
-    if 1 not in batches or batches == {1}:
-        return 2 if 1 not in batches else 1
+    if 1 not in batches:
+        return 2
+    if device == "cpu" or batches == {1}:
+        return 1
     row = {axis: min(_TYPICAL_SIZE, grid.max_size(axis)) for axis in spec.row_axes}
     one, two = (cost.seconds({BATCH: batch, **row}) for batch in (1, 2))
     return 1 if two > one * _SINGLE_PAYS_FROM else 2
