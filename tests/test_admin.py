@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -289,11 +291,42 @@ async def test_nothing_is_swapped_while_the_service_stops(service: Service) -> N
 
 
 @pytest.mark.asyncio
+async def test_work_is_taken_again_once_the_service_stops_no_more(service: Service) -> None:
+    service.frontend.drain(lambda: None)
+    service.frontend.resume()
+    assert (await put(service, NEW)).status_code == 200
+
+
+@pytest.mark.asyncio
 async def test_the_deployed_policies_win_whenever_serve_says_them(service: Service) -> None:
     await put(service, NEW)
     deployed = {"mini": {"seq": {"explicit": [8, 32]}}}
     await service.frontend.policies.reconfigure(deployed)
     assert policy_to_dict(service.engines["mini"].policy) == deployed["mini"]
+
+
+@pytest.mark.asyncio
+async def test_the_last_deployment_wins_over_one_that_still_warms_up(service: Service) -> None:
+    engine = service.engines["mini"]
+    swap, begun, go, swapped = engine.swap_policy, threading.Event(), threading.Event(), []
+
+    def slow_swap(policy: Any) -> Any:
+        begun.set()
+        assert go.wait(30)
+        swapped.append(policy_to_dict(policy))
+        return swap(policy)
+
+    engine.swap_policy = slow_swap  # type: ignore[method-assign]
+    reconfigure = service.frontend.policies.reconfigure
+    first = asyncio.create_task(reconfigure({"mini": NEW}))
+    await asyncio.to_thread(begun.wait, 30)
+    skipped = asyncio.create_task(reconfigure({"mini": {"seq": {"explicit": [8, 32]}}}))
+    back = asyncio.create_task(reconfigure({}))  # what serves at this moment
+    await asyncio.sleep(0)
+    go.set()
+    await asyncio.gather(first, skipped, back)
+    assert swapped == [NEW, {}]
+    assert engine.policy == {}
 
 
 @pytest.mark.asyncio
