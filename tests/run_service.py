@@ -63,7 +63,7 @@ def main(path: str) -> None:
                 say("done", answer=obey(service, json.loads(line)))
             except ShapeServeError as error:
                 say("error", message=str(error))
-        service.wait()
+        service.wait(lambda ready: say("replicas", ready=ready))
     except KeyboardInterrupt:
         pass
     except ShapeServeError as error:

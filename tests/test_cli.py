@@ -165,8 +165,9 @@ class FakeService:
             raise self.failure
         on_progress(3, 3, "verify")
 
-    def wait(self) -> None:
+    def wait(self, on_change: Callable[[int], None]) -> None:
         self.calls.append("wait")
+        on_change(0)
         raise KeyboardInterrupt
 
     def shutdown(self) -> None:
@@ -193,6 +194,7 @@ def test_serve_says_where_and_stops_cleanly_on_ctrl_c(
     assert result.stdout.startswith("http://127.0.0.1:1/v1/embeddings")
     assert "warming up: load" in result.stderr
     assert "ready after" in result.stderr
+    assert "0 of 1 replica(s) ready" in result.stderr
     assert started[0].calls == ["wait_ready", "wait", "shutdown"]
 
 

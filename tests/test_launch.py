@@ -231,8 +231,8 @@ def test_serve_lets_more_requests_in_than_the_queue_has_rows() -> None:
 class FakeService(launch.Service):
     """A service whose health endpoint says what the test wants, one answer a look."""
 
-    def __init__(self, answers: list[tuple[int, dict[str, Any]]]) -> None:
-        super().__init__(config(), launch.IMPORT_PATH, Path("/nonexistent"))
+    def __init__(self, answers: list[tuple[int, dict[str, Any]]], **serve: Any) -> None:
+        super().__init__(config(**serve), launch.IMPORT_PATH, Path("/nonexistent"))
         self._answers = iter(answers)
 
     def _health(self) -> tuple[int, dict[str, Any]]:
@@ -273,6 +273,22 @@ def test_waiting_has_an_end_if_asked_for() -> None:
     service = FakeService([(503, {"state": "starting"})])
     with pytest.raises(TimeoutError, match="not ready after 0 s"):
         service.wait_ready(timeout_s=0)
+
+
+def test_whoever_waits_is_told_when_a_replica_goes_and_comes_and_of_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch, "WATCH_S", 0)
+    up, dead, new = replica(state="ready"), replica(state="ready", fresh=False), replica()
+    looks = [[up, up], [up, dead], [up, dead], None, [up, dead, new], [up, up], [dead, dead]]
+    answers = [(0, {}) if look is None else (200, {"replicas": look}) for look in looks]
+    told: list[int] = []
+    with pytest.raises(StopIteration):
+        FakeService(answers, replicas=2).wait(told.append)
+    assert told == [1, 2, 0]
+    with pytest.raises(StopIteration):  # the others are still warming up
+        FakeService(answers[2:], replicas=2).wait(told.append)
+    assert told[3:] == [1, 2, 0]
 
 
 # --- the guard around haproxy ---------------------------------------------------------------------

@@ -114,7 +114,7 @@ def _run(config: ServeConfig, status: Console) -> None:
         if serving.grpc_port is not None:
             addresses.append(f"grpc://{serving.host}:{serving.grpc_port}")
         click.echo("  ".join(addresses))
-        service.wait()
+        service.wait(lambda ready: status.print(f"{ready} of {serving.replicas} replica(s) ready"))
     except KeyboardInterrupt:
         status.print(f"stopping: up to {serving.drain_s:g} s for what is in flight")
     finally:

@@ -52,6 +52,7 @@ log = logging.getLogger("shapeserve.serve")
 # How long readiness may take to turn off before requests are turned away anyway.
 DRAINING_SEEN_S = 1.0
 POLL_S = 0.2
+WATCH_S = 2.0
 # What gRPC itself refuses, unread. Ray bounds requests and replies with one number; replies have
 # vectors for words, so it is above the limit of requests, which is checked later.
 GRPC_FACTOR = 4
@@ -145,9 +146,22 @@ class Service:
                 raise TimeoutError(f"not ready after {timeout_s} s: {content}")
             time.sleep(POLL_S)
 
-    def wait(self) -> None:
-        """Block until SIGINT or SIGTERM, which raise ``KeyboardInterrupt`` here."""
-        threading.Event().wait()
+    def wait(self, on_change: Callable[[int], None]) -> None:
+        """Block until SIGINT or SIGTERM, which raise ``KeyboardInterrupt`` here.
+
+        Args:
+            on_change: called with the number of replicas that are ready whenever it is another
+                one, and at once if it is not all of them.
+        """
+        before = self.config.serve.replicas
+        while True:
+            content = self._health()[1]
+            if content:
+                ready = sum(r["fresh"] and r["state"] == "ready" for r in content["replicas"])
+                if ready != before:
+                    on_change(ready)
+                before = ready
+            time.sleep(WATCH_S)
 
     def update_policy(self, model: str, policy: Mapping[str, Any]) -> None:
         """Deploy a new policy for one model; replicas keep serving and swap when it is warm.
