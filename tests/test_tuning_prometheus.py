@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from service_process import eventually, free_port
@@ -20,7 +21,9 @@ from service_process import eventually, free_port
 from shapeserve.cli import main
 from shapeserve.errors import ConfigError
 from shapeserve.metrics import Metrics
-from shapeserve.tuning import read_lengths
+from shapeserve.metrics.catalogue import length_edges
+from shapeserve.traces import read_traffic
+from shapeserve.tuning import Request, propose, read_lengths, waste
 
 DIRECT, RAY = "shapeserve_request_length_bucket", "ray_shapeserve_request_length_bucket"
 
@@ -51,13 +54,37 @@ def told(direct: Any, ray: Any = None) -> Any:
 MINI = ("mini", "seq", {"8": 10.0, "16": 10.4, "64": 29.7, "+Inf": 31.0})
 
 
-def test_rows_are_counted_at_the_upper_edge_of_their_place() -> None:
+def test_rows_are_spread_over_their_place_and_those_beyond_the_last_edge_taken_for_it() -> None:
     ask = told(answer(MINI))
     read = read_lengths(ask, "24h", None, None)
     assert read.traffic.axes == ("seq",)
-    assert dict(zip(read.traffic.sizes[:, 0], read.traffic.counts, strict=True)) == {8: 10, 64: 21}
+    lengths, rows = read.traffic.sizes[:, 0], read.traffic.counts
+    first = lengths <= 8
+    assert (lengths[first].tolist(), rows[first].sum()) == ([5, 6, 7, 8], 10)
+    assert rows[(lengths > 8) & (lengths <= 16)].sum() == 0  # 0.4 of a row
+    assert rows.sum() == 31
+    assert (lengths[-1], rows[-1]) == (64, 1)  # beyond
+    assert np.dot(lengths[~first], rows[~first]) == pytest.approx(20 * 40.5 + 64, rel=0.02)
     assert (read.model, read.form, read.resolution, read.beyond) == ("mini", "direct", 47, 1)
     assert ask.asked == [f"sum by (model, axis, le) (increase({DIRECT}[24h]))"]
+
+
+@pytest.mark.parametrize("name", ["enc_queries", "enc_rag_mix"])
+@pytest.mark.parametrize("shapes", [6, 12])
+def test_the_padding_that_is_said_is_that_of_the_rows_themselves(
+    trace_dir: Path, name: str, shapes: int
+) -> None:
+    rows = read_traffic(trace_dir / f"{name}.csv.gz").clipped({"seq": 256})
+    edges = length_edges(256)
+    up_to = {f"{edge:g}": float((rows.sizes <= edge).sum()) for edge in edges}
+    ask = told(answer(("mini", "seq", {**up_to, "+Inf": float(rows.rows)})))
+    read = read_lengths(ask, "24h", None, None)
+    assert read.traffic.rows == rows.rows
+    made = propose(read.traffic, Request(shapes=shapes, max_length=256))
+    for scored in (made.proposed, made.compared["default"]):
+        assert scored.second_half == pytest.approx(waste(rows, scored.buckets), abs=0.032)
+    best = propose(rows, Request(shapes=shapes, max_length=256))
+    assert waste(rows, made.proposed.buckets) < waste(rows, best.proposed.buckets) + 0.01
 
 
 def test_the_services_own_names_come_before_rays_and_either_can_be_asked_for() -> None:
@@ -205,12 +232,14 @@ def test_a_real_prometheus_is_tuned_to(
     result = tune(prometheus, *arguments, "-k", "16", "--json", "-", "--out", str(out))
     assert result.exit_code == 0, result.stderr
     data = json.loads(result.stdout)
-    assert {8, 24, 104, 400, 512} <= set(data["buckets"])  # one row is beyond the last edge
+    assert data["buckets"][-1] == 512  # one row is beyond the last edge
+    places = [(0, 8), (16, 24), (96, 104), (392, 400)]
+    assert all(any(low < n <= high for n in data["buckets"]) for low, high in places)
     # increase() makes more of counts that have just begun than there were.
     assert math.isclose(data["rows"], len(LENGTHS), rel_tol=1)
     source = f"Prometheus, {model}, last 5m"
     assert data["details"]["input"]["source"] == source
-    assert "a row is up to 7 shorter" in data["details"]["input"]["note"]
+    assert "a row is up to 7 off" in data["details"]["input"]["note"]
     assert "rows above 512 are taken as 512" in data["details"]["input"]["note"]
     assert source in out.read_text()
 

@@ -35,10 +35,10 @@ class Lengths:
     """What one model's histogram says.
 
     Attributes:
-        traffic: lengths, each the upper edge of its place in the histogram, and their rows.
+        traffic: lengths and their rows, spread evenly over their place in the histogram.
         model: its name.
         form: how it was scraped.
-        resolution: elements that a row can be shorter than it is taken for, at most.
+        resolution: elements by which a row can differ from what it is taken for, at most.
         beyond: rows longer than the last edge; they are taken for the last edge.
     """
 
@@ -145,14 +145,32 @@ def _lengths(axes: Mapping[_Key, Mapping[float, float]], form: Form, range_: str
     beyond = int(counts[-1]) if math.isinf(ends[-1]) else 0
     if math.isinf(ends[-1]):
         ends, counts = ends[:-1], counts[:-1]
-        counts[-1] += beyond
-    there = counts > 0
-    sizes = np.array(ends, np.int64)
-    widths = np.diff(sizes, prepend=0)
-    traffic = Traffic((axis,), sizes[there][:, None], counts[there], named=True)
+    sizes, rows = _spread(np.array(ends, np.int64), counts)
+    rows[-1] += beyond
+    traffic = Traffic((axis,), sizes[rows > 0][:, None], rows[rows > 0], named=True)
     if traffic.rows < 4:
         raise ConfigError(
             f"{model} had {traffic.rows} rows in the last {range_}; at least 4 are needed; give a "
             "longer --range"
         )
-    return Lengths(traffic, model, form, int(widths[there].max()) - 1, beyond)
+    widths = np.diff(ends, prepend=0)[counts > 0]
+    return Lengths(traffic, model, form, int(widths.max(initial=1)) - 1, beyond)
+
+
+def _spread(ends: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return every length up to the last edge, and its rows: each place's, spread evenly over it.
+
+    Rows taken for the upper edge would seem to fit sizes that end there without any padding. Of the
+    first place only the upper half is taken: the shortest rows have a few elements of their own,
+    such as the marks around a text.
+
+    Args:
+        ends: upper edges, ascending.
+        counts: rows of each place, whole numbers.
+    """
+    starts = [int(ends[0]) // 2, *ends[:-1]]
+    rows = np.zeros(int(ends[-1]) + 1)
+    for start, end, count in zip(starts, ends, counts, strict=True):
+        shares = np.arange(end - start + 1) / (end - start)
+        rows[start + 1 : end + 1] = np.diff(np.rint(count * shares))
+    return np.arange(1, len(rows)), rows[1:]

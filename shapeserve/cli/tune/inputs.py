@@ -102,8 +102,8 @@ def _from_prometheus(given: Mapping[str, Any]) -> Input:
 def _note(read: Lengths) -> str:
     (longest,) = read.traffic.longest.values()
     note = (
-        f"lengths are known to the edges of the histogram and taken as the upper one: a row is up "
-        f"to {read.resolution} shorter than it counts"
+        f"lengths are known to the edges of the histogram and spread evenly between them: a row is "
+        f"up to {read.resolution} off"
     )
     if read.beyond:
         note += f"; {read.beyond} rows above {longest} are taken as {longest}"
