@@ -316,8 +316,11 @@ REFUSED = {
     "yes to nothing": (("watch", "--yes"), "say where with --apply or --apply-admin"),
     "json": (("watch", "--json", "-"), "leave --json out"),
     "interval": (("watch", "--interval", "often"), "--interval often: it must be a duration"),
+    "no pause": (("watch", "--interval", "999ms"), "at least 1s are needed between two looks"),
+    "an age": (("watch", "--interval", "101y"), "--interval 101y: it must be at most 100y"),
+    "drift nan": (("watch", "--drift", "nan"), "nan is no finite number"),
     "range": (("watch", "--range", "1 hour"), "--range 1 hour: it must be a duration"),
-    "yes alone": (("tune", "--trace", "t.csv", "--yes"), "are for --watch"),
+    "yes alone": (("tune", "--trace", "t.csv", "--yes"), "--yes is for --watch"),
 }
 
 

@@ -25,6 +25,7 @@ NAMES: Final[Mapping[Form, str]] = {
 }
 _RANGE = re.compile(r"([0-9]+(ms|[smhdwy]))+")
 _UNITS_S = {"ms": 1e-3, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800, "y": 31_536_000}
+_LONGEST_S = 100 * _UNITS_S["y"]
 
 Ask = Callable[[str], Any]
 """PromQL -> what ``/api/v1/query`` answers, as plain data."""
@@ -53,11 +54,14 @@ def duration_s(option: str, text: str) -> float:
     """Return the seconds of a PromQL duration.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is none, or longer than Prometheus or a clock can count.
     """
     if not _RANGE.fullmatch(text):
         raise ConfigError(f"{option} {text}: it must be a duration such as 24h, 90m or 7d")
-    return sum(int(n) * _UNITS_S[unit] for n, unit in re.findall(r"([0-9]+)(ms|[smhdwy])", text))
+    seconds = sum(int(n) * _UNITS_S[unit] for n, unit in re.findall(r"([0-9]+)(ms|[smhdwy])", text))
+    if seconds > _LONGEST_S:
+        raise ConfigError(f"{option} {text}: it must be at most 100y")
+    return seconds
 
 
 def read_lengths(ask: Ask, range_: str, model: str | None, form: Form | None) -> Lengths:

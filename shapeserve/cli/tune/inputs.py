@@ -82,6 +82,11 @@ def read_input(given: Mapping[str, Any]) -> Input:
         if given[option] is not None:
             shown = "--" + option.rstrip("_").replace("_", "-")
             raise click.UsageError(f"{shown} is for --prometheus; leave it out with --trace")
+    if given["model"] is not None and not (given["apply"] or given["apply_admin"]):
+        raise click.UsageError(
+            "--model with --trace says whose policy is applied; add --apply or --apply-admin, or "
+            "leave it out"
+        )
     traffic = _named(read_traffic(trace), given["axis"])
     return Input(traffic, Path(trace).name, given["model"])
 
