@@ -97,6 +97,10 @@ class PackedTask:
         """See :class:`shapeserve.tuning.task.Task`."""
         return simulate(self.served(buckets, batches), self.halves[second])
 
+    def waste(self, buckets: Buckets) -> float:
+        """See :class:`shapeserve.tuning.task.Task`: other sizes make other batches."""
+        return _tail(self.play(buckets, None, second=True))
+
     def score(self, buckets: Buckets, batches: Batches = None) -> Scored:
         """See :class:`shapeserve.tuning.task.Task`: here everything is simulated."""
         first, second = (self.play(buckets, None, second=half) for half in (False, True))

@@ -75,6 +75,9 @@ class Task(Protocol):
             ConfigError: a policy may not have these buckets, or rows have no times.
         """
 
+    def waste(self, buckets: Buckets) -> float:
+        """Return padding / all elements of the second half."""
+
     def score(self, buckets: Buckets, batches: Batches = None) -> Scored:
         """Return what a policy does to both halves."""
 
@@ -134,6 +137,10 @@ class PaddedTask:
     def play(self, buckets: Buckets, batches: Batches, *, second: bool) -> Outcome:
         """See :class:`Task`."""
         return simulate(self.served(buckets, batches), self.second if second else self.first)
+
+    def waste(self, buckets: Buckets) -> float:
+        """See :class:`Task`."""
+        return waste(self.second, buckets)
 
     def score(self, buckets: Buckets, batches: Batches = None) -> Scored:
         """See :class:`Task`."""
