@@ -422,6 +422,12 @@ def test_what_packed_sizes_for_the_second_half_would_do_is_simulated_too() -> No
     assert waste(task.second, known) != pytest.approx(expected)  # batches of other sizes
 
 
+def test_large_packed_batches_are_compared_with_what_a_policy_may_be() -> None:
+    proposal = propose(mixed(), packed(shapes=4, max_batch_tokens=65_536))
+    assert proposal.proposed.buckets["tokens"][-1] == 65_536
+    assert set(proposal.compared) == {"default", "pow2", "pad_to_max"}  # 1,024 multiples of 64
+
+
 def test_a_packed_policy_is_what_a_configuration_takes() -> None:
     proposal = propose(mixed(), packed())
     policy = parse_policy(proposal.policy())

@@ -16,7 +16,7 @@ import numpy as np
 
 from shapeserve.buckets import TOKENS, Grid
 from shapeserve.errors import ConfigError
-from shapeserve.policy import packed_grid
+from shapeserve.policy import MAX_AXIS_SIZES, packed_grid
 from shapeserve.traces import Traffic
 from shapeserve.tuning.conditions import check_axes
 from shapeserve.tuning.cost import ANALYTIC, Cost
@@ -111,7 +111,9 @@ class PackedTask:
         """See :class:`shapeserve.tuning.task.Task`."""
         default = packed_grid({}, self.ends[TOKENS], {TOKENS: self.longest})
         sizes = tuple(bucket.size(TOKENS) for bucket in default.buckets)
-        return {"default": {TOKENS: sizes}, **usual_of(self.ends)}
+        named: dict[str, Buckets] = {"default": {TOKENS: sizes}, **usual_of(self.ends)}
+        # Everything is simulated here, and no service has more sizes.
+        return {name: made for name, made in named.items() if len(made[TOKENS]) <= MAX_AXIS_SIZES}
 
 
 def _check(traffic: Traffic, request: Request) -> None:
