@@ -38,14 +38,14 @@ class Lengths:
         traffic: lengths, each the upper edge of its place in the histogram, and their rows.
         model: its name.
         form: how it was scraped.
-        resolution: elements that a row can be shorter than it is taken for, at most.
+        resolution: share of what a row is taken for by which it can be shorter, at most.
         beyond: rows longer than the last edge; they are taken for the last edge.
     """
 
     traffic: Traffic
     model: str
     form: Form
-    resolution: int
+    resolution: float
     beyond: int
 
 
@@ -148,11 +148,11 @@ def _lengths(axes: Mapping[_Key, Mapping[float, float]], form: Form, range_: str
         counts[-1] += beyond
     there = counts > 0
     sizes = np.array(ends, np.int64)
-    widths = np.diff(sizes, prepend=0)
+    shorter = (np.diff(sizes, prepend=0) - 1) / sizes
     traffic = Traffic((axis,), sizes[there][:, None], counts[there], named=True)
     if traffic.rows < 4:
         raise ConfigError(
             f"{model} had {traffic.rows} rows in the last {range_}; at least 4 are needed; give a "
             "longer --range"
         )
-    return Lengths(traffic, model, form, int(widths[there].max()) - 1, beyond)
+    return Lengths(traffic, model, form, float(shorter[there].max()), beyond)

@@ -103,7 +103,7 @@ def _note(read: Lengths) -> str:
     (longest,) = read.traffic.longest.values()
     note = (
         f"lengths are known to the edges of the histogram and taken as the upper one: a row is up "
-        f"to {read.resolution} shorter than it counts"
+        f"to {read.resolution:.0%} shorter than it counts"
     )
     if read.beyond:
         note += f"; {read.beyond} rows above {longest} are taken as {longest}"
