@@ -152,6 +152,7 @@ class SwapResult(StrEnum):
     """What became of a new policy."""
 
     APPLIED = "applied"
+    UNCHANGED = "unchanged"
     REJECTED = "rejected"
     FAILED = "failed"
 
