@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -294,6 +296,40 @@ async def test_the_deployed_policies_win_whenever_serve_says_them(service: Servi
     deployed = {"mini": {"seq": {"explicit": [8, 32]}}}
     await service.frontend.policies.reconfigure(deployed)
     assert policy_to_dict(service.engines["mini"].policy) == deployed["mini"]
+
+
+@pytest.mark.asyncio
+async def test_a_policy_that_arrives_during_a_swap_waits_and_only_the_last_one_counts(
+    service: Service,
+) -> None:
+    engine, policies = service.engines["mini"], service.frontend.policies
+    began, go = threading.Event(), threading.Event()
+    swap = engine.swap_policy
+    given: list[Any] = []
+
+    def slowly(policy: Any) -> Any:
+        given.append(policy_to_dict(policy))
+        began.set()
+        assert go.wait(60)
+        return swap(policy)
+
+    engine.swap_policy = slowly  # type: ignore[method-assign]
+    first, second, third = ({"seq": {"explicit": [8, n]}} for n in (16, 24, 32))
+    policies.follow({"mini": first})
+    await asyncio.to_thread(began.wait, 60)
+    policies.follow({"mini": second})
+    policies.follow({"mini": third})
+    go.set()
+    while policy_to_dict(engine.policy) != third:
+        await asyncio.sleep(0.01)
+    assert given == [first, third]
+
+
+@pytest.mark.asyncio
+async def test_a_deployed_policy_that_serves_already_is_counted_as_that(service: Service) -> None:
+    await put(service, NEW)
+    await service.frontend.policies.reconfigure({"mini": NEW})
+    assert swaps(service, "unchanged") == 1
 
 
 @pytest.mark.asyncio

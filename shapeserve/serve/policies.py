@@ -62,6 +62,22 @@ class Policies:
         self._engines = engines
         self._metrics = metrics
         self._replica = replica
+        self._wanted: Mapping[str, Any] | None = None
+        self._following: asyncio.Task[None] | None = None
+
+    def follow(self, policies: Mapping[str, Any]) -> None:
+        """As :meth:`reconfigure`, but at once; of those given meanwhile only the last one counts.
+
+        Serve sends no request to a replica that it waits for, and a new grid takes a while.
+        """
+        self._wanted = policies
+        if self._following is None or self._following.done():
+            self._following = asyncio.create_task(self._follow())
+
+    async def _follow(self) -> None:
+        while self._wanted is not None:
+            policies, self._wanted = self._wanted, None
+            await self.reconfigure(policies)
 
     async def reconfigure(self, policies: Mapping[str, Any]) -> None:
         """Serve with these policies, and a model without one with its configured one.
@@ -75,7 +91,9 @@ class Policies:
             given = policies.get(name)
             try:
                 policy = engine.config.policy if given is None else self.check(name, given)
-                await self._swap(name, policy)
+                if not await self._swap(name, policy) and given is not None:
+                    # So that whoever deployed it sees that it has arrived.
+                    self._metrics.policy_swaps_total.child(name, SwapResult.UNCHANGED).inc()
             except ShapeServeError as error:
                 log.error("the policy for model %r was not applied: %s", name, error)
             except Exception:

@@ -232,7 +232,8 @@ class ShapeServe(GrpcMethods):
         """Apply ``{policies: {MODEL: policy}}``, or stop taking work: ``{draining: true}``.
 
         Never raises: Serve would kill this warm replica for it. A bad policy is logged and
-        counted, and the old one keeps serving.
+        counted, and the old one keeps serving. Before the first request the policies serve when
+        this returns, later a while after it.
         """
         if isinstance(user_config, dict) and user_config.get("draining") is True:
             self._frontend.drain(self._beat_now)
@@ -243,7 +244,10 @@ class ShapeServe(GrpcMethods):
         except (AttributeError, TypeError, ValueError):
             log.error("user_config is not {policies: {MODEL: policy}}; it is ignored")
             return
-        await self._frontend.policies.reconfigure(policies)
+        if self._running_since_s is None:
+            await self._frontend.policies.reconfigure(policies)
+        else:
+            self._frontend.policies.follow(policies)
 
     async def policy_here(self, model: str, policy: Mapping[str, Any] | None) -> PolicyState:
         """Swap a policy on this replica, or say which serves; replicas ask each other."""

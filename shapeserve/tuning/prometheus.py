@@ -39,14 +39,14 @@ class Lengths:
         traffic: lengths and their rows, spread evenly over their place in the histogram.
         model: its name.
         form: how it was scraped.
-        resolution: elements by which a row can differ from what it is taken for, at most.
+        resolution: share by which a row can differ from what it is taken for, at most.
         beyond: rows longer than the last edge; they are taken for the last edge.
     """
 
     traffic: Traffic
     model: str
     form: Form
-    resolution: int
+    resolution: float
     beyond: int
 
 
@@ -157,22 +157,20 @@ def _lengths(axes: Mapping[_Key, Mapping[float, float]], form: Form, range_: str
             f"{model} had {traffic.rows} rows in the last {range_}; at least 4 are needed; give a "
             "longer --range"
         )
-    widths = np.diff(ends, prepend=0)[counts > 0]
-    return Lengths(traffic, model, form, int(widths.max(initial=1)) - 1, beyond)
+    off = ((np.diff(ends, prepend=0) - 1) / ends)[counts > 0]
+    return Lengths(traffic, model, form, float(off.max(initial=0.0)), beyond)
 
 
 def _spread(ends: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return every length up to the last edge, and its rows: each place's, spread evenly over it.
 
-    Rows taken for the upper edge would seem to fit sizes that end there without any padding. Of the
-    first place only the upper half is taken: the shortest rows have a few elements of their own,
-    such as the marks around a text.
+    Rows taken for the upper edge would seem to fit sizes that end there without any padding.
 
     Args:
         ends: upper edges, ascending.
         counts: rows of each place, whole numbers.
     """
-    starts = [int(ends[0]) // 2, *ends[:-1]]
+    starts = [0, *ends[:-1]]
     rows = np.zeros(int(ends[-1]) + 1)
     for start, end, count in zip(starts, ends, counts, strict=True):
         shares = np.arange(end - start + 1) / (end - start)

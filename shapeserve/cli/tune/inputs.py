@@ -108,7 +108,7 @@ def _note(read: Lengths) -> str:
     (longest,) = read.traffic.longest.values()
     note = (
         f"lengths are known to the edges of the histogram and spread evenly between them: a row is "
-        f"up to {read.resolution} off"
+        f"up to {read.resolution:.0%} off"
     )
     if read.beyond:
         note += f"; {read.beyond} rows above {longest} are taken as {longest}"
