@@ -192,11 +192,12 @@ class FakeEngine:
     def swap_policy(self, policy: Policy) -> Grid:
         if self.config.path == "fake:busy":
             self._await_rows(20)
-        sizes = policy["seq"].explicit or ()
-        if max(sizes) > 512:
+        sizes = policy["seq"].explicit if policy else (8,)
+        if max(sizes or ()) > 512:
             self.metrics.policy_swaps_total.child(self.spec.name, SwapResult.REJECTED).inc()
             raise ConfigError("policy.seq: 1024 is above the model's 512")
-        self.grid = Grid(("batch", "seq"), [Bucket.of(batch=1, seq=size) for size in sizes])
+        time.sleep(3.0 if self.config.path == "fake:slow" else 0)
+        self.grid = Grid(("batch", "seq"), [Bucket.of(batch=1, seq=size) for size in sizes or ()])
         self.metrics.preset(self.spec.name, [b.label for b in self.grid.buckets], ["batch", "seq"])
         self.metrics.set_grid_version(self.spec.name, self.grid.version)
         self.metrics.set_predicted_waste(self.spec.name, predicted_waste(policy))

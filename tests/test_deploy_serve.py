@@ -193,6 +193,10 @@ def test_updates_of_one_replica_in_place_fail_no_request(
     eventually(lambda: httpx.get(ready).json()["state"] == "draining")
     refused = httpx.post(f"http://127.0.0.1:{port}/v1/embeddings", json={"input": "a"})
     assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
+    cluster.deploy(file)  # and back
+    eventually(lambda: httpx.get(ready).status_code == 200)
+    body = {"model": "any", "input": "a"}
+    assert httpx.post(f"http://127.0.0.1:{port}/v1/embeddings", json=body).status_code == 200
 
 
 @pytest.mark.ray

@@ -77,12 +77,14 @@ def test_an_unhealthy_or_failed_replica_is_not_ready_and_says_why(state: Any) ->
     assert content["replicas"][0]["message"] == "the device thread is dead"
 
 
-def test_draining_beats_every_ready_replica() -> None:
+def test_draining_beats_every_ready_replica_until_it_is_taken_back() -> None:
     board = Board()
     board.report(ReplicaReport("a", "ready"), 0.0)
-    board.drain()
+    board.drain(True)
     board.report(ReplicaReport("a", "ready"), 1.0)
     assert (ready(board, 1.0)[0], board.state(1.0)) == (503, "draining")
+    board.drain(False)
+    assert ready(board, 1.0)[0] == 200
 
 
 def test_long_dead_replicas_leave_the_listing() -> None:

@@ -54,7 +54,10 @@ def test_options_change_the_bounds_and_the_links(tmp_path: Path) -> None:
         (["--latency-s", "0.3"], "latency_s=0.3 is no edge of request_seconds"),
         (["--padding-waste", "50"], "padding_waste=50 must be a share between 0 and 1"),
         (["--availability", "1"], "availability=1 must be a share between 0 and 1"),
-        (["--queue-wait-s", "0"], "queue_wait_s=0 must be above 0 seconds"),
+        (["--availability", "0.93"], "availability=0.93 must be above 0.9306: 14.4 times"),
+        (["--latency-share", "0.9"], "the fast alert would never fire"),
+        (["--queue-wait-s", "0"], "queue_wait_s=0 must be above 0 and below 60 seconds"),
+        (["--queue-wait-s", "60"], "no quantile is above it"),
         (["--replicas", "-1"], "replicas=-1 must be 0 or more"),
     ],
 )
@@ -64,6 +67,15 @@ def test_a_bound_that_makes_no_sense_is_refused_and_nothing_is_written(
     assert main([str(tmp_path / "out"), *options]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_directory_that_cannot_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main([str(tmp_path / "file")]) == 2
+    said = capsys.readouterr().err
+    assert f"DIR={tmp_path}/file: {tmp_path}/file/prometheus cannot be written (Not a dir" in said
 
 
 def test_targets_name_the_edges_that_are_allowed() -> None:

@@ -40,6 +40,7 @@ from shapeserve.engine import Engine
 from shapeserve.errors import ConfigError
 from shapeserve.metrics import (
     CATALOGUE,
+    NO_MODEL,
     Endpoint,
     FallbackReason,
     Metrics,
@@ -61,8 +62,11 @@ FALLBACK_ALIGN = 8  # what a fallback pads to
 # Lengths of the rows of each request. Sent one after the other, and rows of two buckets never share
 # a batch, so the batches follow from the lengths.
 TRAFFIC = [[5], [8], [9, 10], [16], [3, 20], [3], [30], [9], [4], [17], [25], [3], [3], [9]] * 5
+# Requests that are turned away before it is known which model they are for.
+UNREAD = [(RejectReason.QUEUE_BYTES, Outcome.OVERLOADED)] * 2
+UNREAD += [(RejectReason.UNAVAILABLE, Outcome.UNAVAILABLE)]
 PREDICTED = 0.05  # by the policy: less than the traffic pads
-M = labels(model=MODEL)
+M, NONE = labels(model=MODEL), labels(model=NO_MODEL)
 RULES = rule_groups("metrics", Targets(), RUNBOOKS)["groups"][0]["rules"]
 RECORDED = {rule["record"]: rule["expr"] for rule in RULES if "record" in rule}
 ALERTS = [rule for rule in RULES if "alert" in rule]
@@ -170,6 +174,9 @@ def incidents(metrics: Metrics, engine: Engine) -> None:
     for _ in range(3):
         metrics.rejected_total.child(MODEL, RejectReason.QUEUE_FULL).inc()
         metrics.record_request(MODEL, Endpoint.EMBEDDINGS, Outcome.OVERLOADED, 0.001)
+    for reason, outcome in UNREAD:
+        metrics.rejected_total.child(NO_MODEL, reason).inc()
+        metrics.record_request(NO_MODEL, Endpoint.EMBEDDINGS, outcome, 0.001)
     metrics.variants.child(MODEL, "compiled", "degraded").set(1)
     metrics.graph_pool_bytes.child(MODEL).set(1 << 20)
     metrics.queue_rows.child(MODEL).set(7)
@@ -234,8 +241,10 @@ def test_what_prometheus_holds_is_what_the_service_says(lab: Lab) -> None:
 # --- every rule, alert and panel -----------------------------------------------------------------
 
 
-def rates(counts: Mapping[str, float], label: str, window_s: float = 300) -> dict[Labels, float]:
-    return {M | labels(**{label: word}): n / window_s for word, n in counts.items()}
+def rates(
+    counts: Mapping[str, float], label: str, window_s: float = 300, of: Labels = M
+) -> dict[Labels, float]:
+    return {of | labels(**{label: word}): n / window_s for word, n in counts.items()}
 
 
 def by_axis(lab: Lab) -> dict[Labels, float]:
@@ -259,8 +268,8 @@ def padding_seconds(lab: Lab) -> float:
     return sum(took[bucket] * share for bucket, share in wasted_by_bucket(lab).items()) / 300
 
 
-def failed(lab: Lab) -> float:
-    return 3 / (len(TRAFFIC) + 3)
+def failed(_: Lab) -> dict[Labels, float]:
+    return {M: 3 / (len(TRAFFIC) + 3), NONE: 3 / (len(TRAFFIC) + 3 + 3)}
 
 
 def slow(lab: Lab) -> float:
@@ -268,8 +277,8 @@ def slow(lab: Lab) -> float:
     return 1 - fast / lab.raw.total("request_seconds_count")
 
 
-def refused(lab: Lab) -> float:
-    return 3 / (len(TRAFFIC) + 4)
+def refused(_: Lab) -> dict[Labels, float]:
+    return {M: 3 / (len(TRAFFIC) + 4), NONE: 2 / (len(TRAFFIC) + 4 + 3)}
 
 
 def fallbacks(lab: Lab) -> float:
@@ -316,7 +325,14 @@ def test_a_recording_rule_gives_the_number_that_the_traffic_implies(lab: Lab, na
 
 def outcomes(lab: Lab) -> dict[Labels, float]:
     counts = dict.fromkeys(Outcome, 0) | {"ok": len(TRAFFIC), "overloaded": 3, "client_error": 1}
-    return rates(counts, "outcome")
+    unread = dict.fromkeys(Outcome, 0) | Counter(outcome for _, outcome in UNREAD)
+    return rates(counts, "outcome") | rates(unread, "outcome", of=NONE)
+
+
+def rejected(_: Lab) -> dict[Labels, float]:
+    counts = dict.fromkeys(RejectReason, 0) | {"queue_full": 3, "invalid": 1}
+    unread = dict.fromkeys(RejectReason, 0) | Counter(reason for reason, _ in UNREAD)
+    return rates(counts, "reason") | rates(unread, "reason", of=NONE)
 
 
 def reasons(name: str, **counts: int) -> dict[Labels, float]:
@@ -369,9 +385,7 @@ PANELS: dict[tuple[str, str], Expected] = {
     ("Wait and device", "A"): lambda lab: lab.raw.quantile(0.95, "queue_seconds"),
     ("Wait and device", "B"): lambda lab: lab.raw.quantile(0.95, "execute_seconds"),
     ("Device busy", "A"): device_seconds,
-    ("Rejected by reason", "A"): lambda lab: {
-        key: n / 300 for key, n in reasons("rejected_total", queue_full=3, invalid=1).items()
-    },
+    ("Rejected by reason", "A"): rejected,
     ("Memory of captured graphs", "A"): lambda lab: {M | labels(replica="r"): 1 << 20},
     ("Non-finite rows, failed swaps", "A"): lambda lab: 1,
     ("Non-finite rows, failed swaps", "B"): lambda lab: reasons("policy_swaps_total", rejected=1),
@@ -421,8 +435,8 @@ def test_the_alerts_whose_bounds_the_traffic_exceeds_fire_and_no_other(lab: Lab)
     exceeded = {
         "PaddingWaste": lab.ledger.waste > targets.padding_waste,
         "FallbackShare": fallbacks(lab) > targets.fallback_share,
-        "RequestsRefused": refused(lab) > targets.refused_share,
-        "ErrorBudgetBurn": failed(lab) > 14.4 * (1 - targets.availability),
+        "RequestsRefused": refused(lab)[M] > targets.refused_share,
+        "ErrorBudgetBurn": failed(lab)[M] > 14.4 * (1 - targets.availability),
         "LengthDrift": any(
             of_rows(lab)[key] > share + targets.drift_margin
             for key, share in predicted(lab).items()

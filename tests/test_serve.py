@@ -472,6 +472,20 @@ def test_a_new_policy_is_swapped_in_without_restarting_a_replica(service: Servic
     assert answer.headers["x-shapeserve-buckets"] == "batch=1,seq=16 x1"
 
 
+def test_requests_are_led_to_every_replica_while_a_new_policy_warms_up(
+    service: ServiceProcess,
+) -> None:
+    replicas, (old,) = service.replicas(), grids(service, "fake")
+    applied = {"model": "fake", "result": "applied"}
+    service.do(policy=["fake", {"seq": {"explicit": [2, 8]}}])  # takes it seconds
+    seen = []
+    while service.total("policy_swaps_total", **applied) < len(replicas):
+        seen.append((service.embed("fine").status_code, service.replicas()))
+    assert len(seen) > 1
+    assert seen == [(200, replicas)] * len(seen)
+    assert old not in grids(service, "fake")
+
+
 def test_a_policy_that_does_not_fit_is_counted_and_the_old_one_serves(
     service: ServiceProcess,
 ) -> None:

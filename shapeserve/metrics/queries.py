@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shapeserve.buckets import BATCH
-from shapeserve.metrics.catalogue import CATALOGUE, NO_MODEL, PREFIX, REAL, Outcome
+from shapeserve.metrics.catalogue import CATALOGUE, NO_MODEL, PREFIX, REAL, Endpoint, Outcome
 
 _SUFFIXES = {"histogram": ("_bucket", "_count", "_sum")}
 _NAMES = {d.attribute + suffix for d in CATALOGUE for suffix in _SUFFIXES.get(d.kind, ("",))}
@@ -23,6 +23,11 @@ _BAD = "|".join(o for o in Outcome if o not in (Outcome.OK, *_NOT_TO_BLAME.split
 _PADDING = f'kind!="{REAL}"'
 _NO_FILLER = f'kind!="padding_{BATCH}"'
 _OF_MODELS = f'model!="{NO_MODEL}"'
+_OF_NO_MODEL = f'model="{NO_MODEL}"'
+_FULL = 'reason=~"queue_.*"'
+
+FOR_WORK = f'endpoint!~"{Endpoint.MODELS}|{Endpoint.METRICS}|{Endpoint.OTHER}"'
+"""Matches the requests that are for a model, also those that were refused before it was known."""
 
 
 @dataclass(frozen=True)
@@ -136,15 +141,28 @@ def fallback_share_by_reason(view: View) -> str:
 
 def refused_share(view: View) -> str:
     """Return the share of the requests that are refused because the queue is full."""
-    refused = view.rate("rejected_total", _OF_MODELS, 'reason=~"queue_.*"')
-    return f"{refused}\n  / ({view.rate('requests_total', _OF_MODELS)} > 0)"
+    refused = view.rate("rejected_total", _OF_MODELS, _FULL)
+    named = f"{refused}\n  / ({view.rate('requests_total', _OF_MODELS)} > 0)"
+    unread = view.rate("rejected_total", _OF_NO_MODEL, _FULL)
+    return f"{named}\n{_or_unread(unread, view, FOR_WORK)}"
 
 
 def failed_share(view: View) -> str:
     """Return the share of the requests that the service is to blame for; the error budget."""
-    bad = view.rate("requests_total", _OF_MODELS, f'outcome=~"{_BAD}"')
-    asked = view.rate("requests_total", _OF_MODELS, f'outcome!~"{_NOT_TO_BLAME}"')
-    return f"{bad}\n  / ({asked} > 0)"
+    is_bad, counts = f'outcome=~"{_BAD}"', f'outcome!~"{_NOT_TO_BLAME}"'
+    bad = view.rate("requests_total", _OF_MODELS, is_bad)
+    named = f"{bad}\n  / ({view.rate('requests_total', _OF_MODELS, counts)} > 0)"
+    unread = view.rate("requests_total", _OF_NO_MODEL, FOR_WORK, is_bad)
+    return f"{named}\n{_or_unread(unread, view, FOR_WORK, counts)}"
+
+
+def _or_unread(unread: str, view: View, *of: str) -> str:
+    """Return the second half of a share: those that were turned away before they were read.
+
+    Which model they were for is not known, so they are a share of the requests for all models.
+    """
+    asked = f"sum(rate({view.series('requests_total', *of)}[{view.window}]))"
+    return f"or ({unread} > 0)\n  / on () group_left () ({asked} > 0)"
 
 
 def slow_share(view: View, latency_s: float) -> str:

@@ -34,10 +34,18 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for name, text in files.items():
-        path = directory / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    try:
+        for name, text in files.items():
+            path = directory / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    except OSError as error:
+        print(
+            f"error: DIR={directory}: {error.filename} cannot be written ({error.strerror}); "
+            "give a directory that can",
+            file=sys.stderr,
+        )
+        return 2
     return 0
 
 

@@ -13,13 +13,13 @@ from shapeserve.monitoring.rules import (
     failed_name,
     slow_name,
 )
-from shapeserve.monitoring.targets import Targets
+from shapeserve.monitoring.targets import FAST_BURN, Targets
 
 # An event that must not happen is shown this long, long enough to be seen by a person.
 _EVENT_WINDOW = "15m"
 # Google's SRE workbook, chapter 5: 2 % of a month's budget in an hour, 5 % in six hours. The short
 # window ends the alert soon after the cause.
-_BURNS = (("fast", "1h", "5m", 14.4, "critical"), ("slow", "6h", "30m", 6.0, "warning"))
+_BURNS = (("fast", "1h", "5m", FAST_BURN, "critical"), ("slow", "6h", "30m", 6.0, "warning"))
 
 # What runs call by call; frames that cannot be compiled are known at start, and degrade a variant.
 _EAGER_CALLS = f"{EagerFrameReason.RECOMPILE_LIMIT}|{EagerFrameReason.NOT_COMPILED}"

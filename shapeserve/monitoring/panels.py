@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shapeserve.metrics import queries
-from shapeserve.metrics.catalogue import VariantState
+from shapeserve.metrics.catalogue import NO_MODEL, VariantState
 from shapeserve.metrics.queries import View
 
 VIEW = View(prefix="${prefix}", window="$rate", only='model=~"$model"')
+# With the requests that were turned away before it was known which model they are for.
+WITH_UNREAD = replace(VIEW, only=f'model=~"$model|{NO_MODEL}"')
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ _STATS = (
     Panel("Requests/s", _now(VIEW.rate("requests_total")), "stat", "reqps", width=4, height=4),
     Panel(
         "Failed requests",
-        _now(queries.failed_share(VIEW)),
+        _now(queries.failed_share(WITH_UNREAD)),
         "stat",
         "percentunit",
         "Those that the service is to blame for: 5xx, 429, deadlines.",
@@ -91,8 +93,12 @@ _STATS = (
 _GRAPHS = (
     Panel(
         "Requests by outcome",
-        _one(VIEW.rate("requests_total", by="model, outcome"), "{{model}} {{outcome}}"),
+        _one(
+            WITH_UNREAD.rate("requests_total", queries.FOR_WORK, by="model, outcome"),
+            "{{model}} {{outcome}}",
+        ),
         unit="reqps",
+        help="Those of no model were turned away before they were read.",
     ),
     Panel(
         "Latency",
@@ -165,8 +171,9 @@ _GRAPHS = (
     ),
     Panel(
         "Rejected by reason",
-        _one(VIEW.rate("rejected_total", by="model, reason"), "{{model}} {{reason}}"),
+        _one(WITH_UNREAD.rate("rejected_total", by="model, reason"), "{{model}} {{reason}}"),
         unit="reqps",
+        help="Those of no model were turned away before they were read.",
     ),
     Panel(
         "Memory of captured graphs",

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field, fields
 from shapeserve.errors import ConfigError
 from shapeserve.metrics.catalogue import SECONDS_EDGES
 
+FAST_BURN = 14.4
+"""Times the budget; Google's SRE workbook, chapter 5: 2 % of a month's budget in an hour."""
+
 
 def _target(help_: str, default: float) -> float:
     value: float = field(default=default, metadata={"help": help_})
@@ -40,8 +43,12 @@ class Targets:
                 f"latency_s={self.latency_s:g} is no edge of request_seconds, so requests below it "
                 f"are not counted; use one of {edges}"
             )
-        if not self.queue_wait_s > 0:
-            raise ConfigError(f"queue_wait_s={self.queue_wait_s:g} must be above 0 seconds")
+        if not 0 < self.queue_wait_s < SECONDS_EDGES[-1]:
+            raise ConfigError(
+                f"queue_wait_s={self.queue_wait_s:g} must be above 0 and below "
+                f"{SECONDS_EDGES[-1]:g} seconds, the last edge of queue_seconds: "
+                "no quantile is above it"
+            )
         if self.replicas < 0:
             raise ConfigError(f"replicas={self.replicas} must be 0 or more")
         for share in fields(self):
@@ -49,3 +56,10 @@ class Targets:
                 continue
             if not 0 < (value := getattr(self, share.name)) < 1:
                 raise ConfigError(f"{share.name}={value:g} must be a share between 0 and 1")
+        least = 1 - 1 / FAST_BURN
+        for name in ("availability", "latency_share"):
+            if not (value := getattr(self, name)) > least:
+                raise ConfigError(
+                    f"{name}={value:g} must be above {least:.4f}: {FAST_BURN:g} times the budget "
+                    "that it leaves is more than all requests, and the fast alert would never fire"
+                )

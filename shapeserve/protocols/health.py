@@ -59,9 +59,9 @@ class Board:
         self._last[report.replica] = (now, report)
         self._last = {k: v for k, v in self._last.items() if now - v[0] < FORGET_S}
 
-    def drain(self) -> None:
-        """From now on the service is not ready: it finishes what it has and stops."""
-        self._draining = True
+    def drain(self, draining: bool) -> None:
+        """Say whether the service finishes what it has and stops; then it is not ready."""
+        self._draining = draining
 
     def state(self, now: float) -> str:
         """Return ``ready``, ``draining``, or the best that a live replica reaches.

@@ -43,6 +43,8 @@ def build(config: ServeConfig, make_engine: EngineFactory = new_engine) -> Appli
             "num_cpus": sizing.cpus_per_replica(config, cpus),
             "num_gpus": sizing.gpus_per_replica(config, _cluster("GPU", 0)),
         },
+        # A file without it takes policies and draining back: Serve tells of no change to nothing.
+        user_config={"policies": {}},
         health_check_period_s=2.0,
         # Only a loop that cannot run at all takes longer; one busy batch does not touch it.
         health_check_timeout_s=30.0,

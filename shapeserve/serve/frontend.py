@@ -158,6 +158,10 @@ class Frontend:
         """Refuse new work with 503; call ``on_idle`` once nothing is under way."""
         self._service.drain(on_idle)
 
+    def resume(self) -> None:
+        """Take new work again."""
+        self._service.resume()
+
     def close(self) -> None:
         """Stop the worker threads."""
         self._service.close()

@@ -73,9 +73,8 @@ class Health:
         self._board.report(report, time.monotonic())
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Say from now on that the service is stopping, if ``{draining: true}`` is deployed."""
-        if user_config.get("draining"):
-            self._board.drain()
+        """Say that the service is stopping while ``{draining: true}`` is deployed."""
+        self._board.drain(user_config.get("draining") is True)
 
 
 def health_app(args: dict[str, str]) -> serve.Application:
@@ -87,6 +86,8 @@ def health_app(args: dict[str, str]) -> serve.Application:
         num_replicas=1,
         max_ongoing_requests=1000,
         ray_actor_options={"num_cpus": 0},
+        # A file without it takes the draining back: Serve tells of no change to nothing.
+        user_config={"draining": False},
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=1.0,
     )

@@ -62,28 +62,23 @@ class Policies:
         self._engines = engines
         self._metrics = metrics
         self._replica = replica
-        self._wanted: Mapping[str, Any] | None = None
-        self._following: asyncio.Task[None] | None = None
-
-    def follow(self, policies: Mapping[str, Any]) -> None:
-        """As :meth:`reconfigure`, but at once; of those given meanwhile only the last one counts.
-
-        Serve sends no request to a replica that it waits for, and a new grid takes a while.
-        """
-        self._wanted = policies
-        if self._following is None or self._following.done():
-            self._following = asyncio.create_task(self._follow())
-
-    async def _follow(self) -> None:
-        while self._wanted is not None:
-            policies, self._wanted = self._wanted, None
-            await self.reconfigure(policies)
+        self._deployments = 0
+        self._one_deployment = asyncio.Lock()
 
     async def reconfigure(self, policies: Mapping[str, Any]) -> None:
         """Serve with these policies, and a model without one with its configured one.
 
-        Never raises: a bad policy is logged and counted, and the old one keeps serving.
+        The last call wins, also while an earlier one still warms its grids up: those that wait for
+        it and are not the last are left out. Never raises: a bad policy is logged and counted, and
+        the old one keeps serving.
         """
+        self._deployments += 1
+        mine = self._deployments
+        async with self._one_deployment:
+            if mine == self._deployments:
+                await self._serve_with(policies)
+
+    async def _serve_with(self, policies: Mapping[str, Any]) -> None:
         for name in policies.keys() - self._engines.keys():
             served = ", ".join(self._engines)
             log.error("user_config has a policy for %r; served are: %s; ignored", name, served)

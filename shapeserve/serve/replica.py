@@ -10,7 +10,7 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
@@ -86,7 +86,7 @@ class ShapeServe(GrpcMethods):
         self._metrics = Metrics(mirror=self._mirror)
         devices: dict[str, DeviceThread] = {}
         self._engines = [make_engine(model, self._metrics, devices) for model in config.models]
-        self._beats: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._failure = ""
         self._running_since_s: float | None = None
         self._heart = heart = Heartbeat(self.report, self._mirror.flush)
@@ -231,23 +231,25 @@ class ShapeServe(GrpcMethods):
     async def reconfigure(self, user_config: Any) -> None:
         """Apply ``{policies: {MODEL: policy}}``, or stop taking work: ``{draining: true}``.
 
-        Never raises: Serve would kill this warm replica for it. A bad policy is logged and
-        counted, and the old one keeps serving. Before the first request the policies serve when
-        this returns, later a while after it.
+        Returns before the policies serve, except to a replica that is still starting: until this
+        returns, Serve leads no request here. Never raises: Serve would kill this warm replica for
+        it. A bad policy is logged and counted, and the old one keeps serving.
         """
         if isinstance(user_config, dict) and user_config.get("draining") is True:
             self._frontend.drain(self._beat_now)
             self._beat_now()
             return
+        self._frontend.resume()
         try:
             policies = dict((user_config or {}).get("policies") or {})
         except (AttributeError, TypeError, ValueError):
             log.error("user_config is not {policies: {MODEL: policy}}; it is ignored")
             return
+        swap = self._frontend.policies.reconfigure(policies)
         if self._running_since_s is None:
-            await self._frontend.policies.reconfigure(policies)
+            await swap
         else:
-            self._frontend.policies.follow(policies)
+            self._in_background(swap)
 
     async def policy_here(self, model: str, policy: Mapping[str, Any] | None) -> PolicyState:
         """Swap a policy on this replica, or say which serves; replicas ask each other."""
@@ -285,9 +287,12 @@ class ShapeServe(GrpcMethods):
 
     def _beat_now(self) -> None:
         """Report at once; whoever stops the service waits for it."""
-        task = asyncio.create_task(self._heart.beat())
-        self._beats.add(task)  # or it may be collected while it runs
-        task.add_done_callback(self._beats.discard)
+        self._in_background(self._heart.beat())
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)  # or it may be collected while it runs
+        task.add_done_callback(self._tasks.discard)
 
     # --- end ----------------------------------------------------------------------------------
 

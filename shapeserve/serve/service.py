@@ -124,6 +124,10 @@ class Service:
         if not self.in_flight:
             on_idle()
 
+    def resume(self) -> None:
+        """Take new work again."""
+        self.draining = False
+
     @contextmanager
     def under_way(self) -> Iterator[None]:
         """Count a request for as long as it is answered."""
