@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from dataclasses import dataclass
 
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 # 16 MiB of buffer: an answer of many rows is read in few steps.
 _BUFFER_BYTES = 1 << 24
+# A server closes what is idle for long (HAProxy after 90 s, others after 5), maybe in the moment in
+# which a request is sent there. Clients close theirs earlier; this is aiohttp's default.
+_MAX_IDLE_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -40,11 +44,13 @@ class Connection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+        self._used_s = time.monotonic()
 
     @property
     def usable(self) -> bool:
-        """False once the server has closed its side."""
-        return not (self._reader.at_eof() or self._writer.is_closing())
+        """False once the server has closed its side, or may be about to."""
+        closed = self._reader.at_eof() or self._writer.is_closing()
+        return not closed and time.monotonic() - self._used_s < _MAX_IDLE_S
 
     async def exchange(self, request: bytes) -> tuple[int, bytes]:
         """Send one request; return the status and the body of its answer."""
@@ -53,7 +59,9 @@ class Connection:
         length = _LENGTH.search(head)
         if length is None:
             raise ConnectionError("an answer without Content-Length")
-        return int(head[9:12]), await self._reader.readexactly(int(length[1]))
+        body = await self._reader.readexactly(int(length[1]))
+        self._used_s = time.monotonic()
+        return int(head[9:12]), body
 
     def close(self) -> None:
         """Close without waiting."""

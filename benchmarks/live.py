@@ -73,12 +73,12 @@ class Live:
 
     def __init__(self, server: ServerProcess, target: Target, seed: int) -> None:
         self._server = server
-        self._target = target
+        self.target = target
         self._rng = np.random.default_rng(seed)
 
     def counters(self) -> Counters:
         """Scrape it."""
-        connection = http.client.HTTPConnection(self._target.host, self._target.port, timeout=30)
+        connection = http.client.HTTPConnection(self.target.host, self.target.port, timeout=30)
         try:
             connection.request("GET", "/metrics")
             return Counters.parse(connection.getresponse().read().decode())
@@ -109,19 +109,19 @@ class Live:
 
     def _request(self, length: int) -> bytes:
         ids = self._rng.integers(FIRST_ID, LAST_ID, length).tolist()
-        return self._target.request(orjson.dumps({"model": self._target.model, "input": [ids]}))
+        return self.target.request(orjson.dumps({"model": self.target.model, "input": [ids]}))
 
     async def _open_loop(
         self, requests: Sequence[bytes], schedule_s: Sequence[float]
     ) -> tuple[list[Sample], float]:
-        pool = Pool(self._target, len(requests))
+        pool = Pool(self.target, len(requests))
         try:
             return await open_loop(pool, 1, iter(requests), schedule_s)
         finally:
             pool.close()
 
     async def _one_by_one(self, requests: Sequence[bytes]) -> list[float]:
-        pool = Pool(self._target, 1)
+        pool = Pool(self.target, 1)
         try:
             latencies_s = []
             for request in requests:

@@ -3,8 +3,8 @@
 CSV files with a header line, or JSONL files (a name that ends in ``.jsonl``) with the same names as
 keys; plain or gzipped (``.gz``):
 
-* a trace, ``t_s,len``: seconds since the first row (never decreasing), length in tokens. Whatever
-  stands behind ``len`` is ignored;
+* a trace, ``t_s,len``: seconds since the first row (never decreasing), length in tokens. Other
+  columns are ignored, wherever they are;
 * a trace of several axes, ``t_s,height,width``: every name but ``t_s`` is an axis;
 * a histogram, ``tokens,count``: length in tokens, number of rows that have it.
 
@@ -231,9 +231,10 @@ def _read(path: str | Path) -> tuple[tuple[str, ...], list[_Line]]:
 
 
 def _open(path: Path) -> TextIO:
+    encoding = "utf-8-sig"  # spreadsheets begin a file with a byte order mark
     if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8", newline="")
-    return path.open(encoding="utf-8", newline="")
+        return gzip.open(path, "rt", encoding=encoding, newline="")
+    return path.open(encoding=encoding, newline="")
 
 
 def _csv_lines(path: str | Path, file: Iterable[str]) -> tuple[tuple[str, ...], list[_Line]]:
@@ -241,6 +242,7 @@ def _csv_lines(path: str | Path, file: Iterable[str]) -> tuple[tuple[str, ...], 
     _, first = next(rows, (0, []))
     names = [name.strip() for name in first]
     header = _header(path, names)
+    columns = [names.index(name) for name in header]
     lines: list[_Line] = []
     for line, fields in rows:
         if len(fields) != len(names):
@@ -248,7 +250,7 @@ def _csv_lines(path: str | Path, file: Iterable[str]) -> tuple[tuple[str, ...], 
                 f"{path}:{line}: {len(fields)} fields; every line has {len(names)}: "
                 f"{','.join(names)}"
             )
-        lines.append((line, fields[: len(header)]))
+        lines.append((line, [fields[column] for column in columns]))
     return header, lines
 
 
@@ -272,7 +274,7 @@ def _json_lines(path: str | Path, file: Iterable[str]) -> tuple[tuple[str, ...],
             row = None
         if not isinstance(row, dict):
             raise ConfigError(f"{path}:{number}: {text.strip()[:40]!r}; a JSON object is needed")
-        header = header or _header(path, _json_names(row))
+        header = header or _header(path, [*row])
         missing = [name for name in header if name not in row]
         if missing:
             raise ConfigError(
@@ -283,25 +285,26 @@ def _json_lines(path: str | Path, file: Iterable[str]) -> tuple[tuple[str, ...],
     return header or _header(path, []), lines
 
 
-def _json_names(row: Mapping[str, object]) -> list[str]:
-    """The names in the order that a CSV header has, whatever the order of the keys."""
-    if set(HISTOGRAM_HEADER) <= set(row):
-        return [*HISTOGRAM_HEADER]
-    first = [name for name in (TIME, LENGTH) if name in row]
-    return [*first, *(name for name in row if name not in first)]
-
-
 def _header(path: str | Path, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the columns that are read."""
-    header = tuple(names[:2] if LENGTH in names[1:2] else names)
+    """Return the names of the columns that are read, the time first."""
+    header = _read_names(names)
     axes = header[1:]
     good = header[:1] == (TIME,) and axes and all(name.isidentifier() for name in axes)
-    if header != HISTOGRAM_HEADER and not (good and len(set(header)) == len(header)):
+    once = all(names.count(name) == 1 for name in header)
+    if not once or not (good or header == HISTOGRAM_HEADER):
         raise ConfigError(
             f"{path}:1: header is {','.join(names)[:60]!r}; a trace has t_s,len, or t_s and its "
-            "axes as t_s,height,width; a histogram tokens,count"
+            "axes as t_s,height,width; a histogram tokens,count; each name once"
         )
     return header
+
+
+def _read_names(names: Sequence[str]) -> tuple[str, ...]:
+    if TIME not in names and {*HISTOGRAM_HEADER} <= {*names}:
+        return HISTOGRAM_HEADER
+    if LENGTH in names:  # such as t_s,user,len: the user is no axis
+        return tuple(name for name in (TIME, LENGTH) if name in names)
+    return tuple(sorted(names, key=lambda name: name != TIME))
 
 
 def _whole(path: str | Path, line: int, name: str, text: str, *, most: int = _MAX_SIZE) -> int:

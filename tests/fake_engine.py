@@ -70,6 +70,7 @@ class FakeEngine:
         self.policy = config.policy
         self.recent_fallbacks: tuple[RecentFallback, ...] = ()
         self._dead = ""
+        self._answered = 0
 
     @property
     def spec(self) -> ModelSpec:
@@ -94,7 +95,7 @@ class FakeEngine:
             raise ModelError("the model directory is empty; put a model there")
         for step in range(3):
             self.progress = WarmupProgress("verify", step, 3, BUCKET.label)
-            time.sleep(1.0 if self.config.path == "fake:slow" else 0)
+            time.sleep(1.0 if self.config.path in ("fake:slow", "fake:busy") else 0)
         self.progress = WarmupProgress("verify", 3, 3)
         self.metrics.preset(self.spec.name, [BUCKET.label], ["batch", "seq"])
         self.metrics.set_grid_version(self.spec.name, self.grid.version)
@@ -148,6 +149,7 @@ class FakeEngine:
         seconds = max([float(w[1]) for w in words if w[0] == "slow"], default=0.0)
         await self._sleep(seconds, deadline_s)
         self.metrics.rows_total.child(self.spec.name, Mode.COMPILED, BUCKET.label).inc(len(samples))
+        self._answered += len(samples)
         return [self._answer(word, i) for i, word in enumerate(words)]
 
     async def _sleep(self, seconds: float, deadline_s: float | None) -> None:
@@ -188,6 +190,8 @@ class FakeEngine:
         )
 
     def swap_policy(self, policy: Policy) -> Grid:
+        if self.config.path == "fake:busy":
+            self._await_rows(20)
         sizes = policy["seq"].explicit if policy else (8,)
         if max(sizes or ()) > 512:
             self.metrics.policy_swaps_total.child(self.spec.name, SwapResult.REJECTED).inc()
@@ -200,6 +204,15 @@ class FakeEngine:
         self.policy = policy
         self.metrics.policy_swaps_total.child(self.spec.name, SwapResult.APPLIED).inc()
         return self.grid
+
+    def _await_rows(self, more: int) -> None:
+        """A swap that takes until so many more rows were answered: one beside requests."""
+        until, deadline_s = self._answered + more, time.monotonic() + 60
+        while self._answered < until:
+            if time.monotonic() > deadline_s:
+                self.metrics.policy_swaps_total.child(self.spec.name, SwapResult.FAILED).inc()
+                raise ModelError(f"{until - self._answered} of {more} rows never came")
+            time.sleep(0.01)
 
     def close(self, drain_s: float = 10.0) -> None:
         self.ready = False

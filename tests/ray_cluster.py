@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,8 +24,16 @@ import yaml
 from service_process import PATIENCE_S, eventually, free_port
 
 HERE = Path(__file__).parent
-BIN = Path(sys.executable).parent
+# Beside the interpreter, or wherever else Ray lies.
+PROGRAMS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 SETTLE_S = 3 * PATIENCE_S  # several replicas start, one after the other
+
+
+def program(name: str) -> str:
+    """Return where one of Ray's programs is."""
+    found = shutil.which(name, path=PROGRAMS)
+    assert found is not None, f"{name} is not installed"
+    return found
 
 
 class RayCluster:
@@ -46,7 +55,9 @@ class RayCluster:
         self.environment = {
             **os.environ,
             **(flags or {}),
-            "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]),
+            "PYTHONPATH": os.pathsep.join(
+                [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+            ),
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -83,7 +94,7 @@ class RayCluster:
             "object-store-memory": 80 << 20,
         }
         return [
-            *(str(BIN / "ray"), "start", "--head", "--block", "--include-dashboard=true"),
+            *(program("ray"), "start", "--head", "--block", "--include-dashboard=true"),
             *("--node-ip-address=127.0.0.1", f"--temp-dir={self._private}"),
             *(f"--{name}={value}" for name, value in numbers.items()),
         ]
@@ -105,7 +116,7 @@ class RayCluster:
     def call(self, *command: str) -> str:
         """Run a command as the cluster's administrator; return what it prints."""
         done = subprocess.run(
-            [str(BIN / command[0]), *command[1:]],
+            [program(command[0]), *command[1:]],
             env=self.environment,
             text=True,
             capture_output=True,

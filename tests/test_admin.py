@@ -306,6 +306,13 @@ async def test_the_deployed_policies_win_whenever_serve_says_them(service: Servi
 
 
 @pytest.mark.asyncio
+async def test_a_deployed_policy_that_serves_already_is_counted_as_that(service: Service) -> None:
+    await put(service, NEW)
+    await service.frontend.policies.reconfigure({"mini": NEW})
+    assert swaps(service, "unchanged") == 1
+
+
+@pytest.mark.asyncio
 async def test_the_last_deployment_wins_over_one_that_still_warms_up(service: Service) -> None:
     engine = service.engines["mini"]
     swap, begun, go, swapped = engine.swap_policy, threading.Event(), threading.Event(), []

@@ -114,13 +114,16 @@ def replicas(cluster: RayCluster) -> set[int]:
 
 
 def faked(name: str, port: int) -> dict[str, Any]:
-    """Return the file with models that start in seconds, on a port of this test's."""
+    """Return the file with models that start in seconds, on a port of this test's.
+
+    They swap a policy only while requests come.
+    """
     content = content_of(name)
     content["http_options"] = {"host": "127.0.0.1", "port": port}
     for application in content["applications"][1:]:
         application["import_path"] = "fake_app:app"
         for model in application["args"]["models"]:
-            model.update(path="fake:slow", aliases=["any"])
+            model.update(path="fake:busy", aliases=["any"])
     return content
 
 

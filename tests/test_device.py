@@ -172,9 +172,11 @@ def test_batches_in_flight_stay_within_the_bound_of_whoever_launches(device: Dev
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_jobs_and_batches_that_wait_take_turns(device: DeviceThread, slots: int) -> None:
+def test_jobs_and_batches_that_wait_take_turns(
+    clock: Clock, device: DeviceThread, slots: int
+) -> None:
     log: list[str] = []
-    batches = Batches(device, "batch", log, slots=slots)
+    batches = Batches(device, "batch", log, slots=slots, clock=clock)
     with Held(device):
         batches.put(8)
         jobs = [device.call(lambda: log.append("job")) for _ in range(5)]
@@ -182,6 +184,29 @@ def test_jobs_and_batches_that_wait_take_turns(device: DeviceThread, slots: int)
         job.result(PATIENCE_S)
     assert log[:10] == ["batch", "job"] * 5
     batches.wait(8)
+
+
+def test_jobs_get_a_quarter_of_the_time_while_batches_wait_and_all_of_it_while_none_does(
+    clock: Clock, device: DeviceThread
+) -> None:
+    log: list[str] = []
+
+    def job() -> None:
+        clock.now += 2
+        log.append("job")
+
+    batches = Batches(device, "batch", log, clock=clock)  # each takes a second
+    with Held(device):
+        batches.put(15)
+        jobs = [device.call(job) for _ in range(5)]
+    for each in jobs:
+        each.result(PATIENCE_S)
+    batches.wait(15)
+    assert (
+        log
+        == ["batch", "job", *["batch"] * 6, "job", *["batch"] * 6, "job", *["batch"] * 2]
+        + ["job"] * 2
+    )
 
 
 def test_a_start_that_takes_long_is_no_sign_of_a_device_that_hangs(device: DeviceThread) -> None:

@@ -1,8 +1,12 @@
 """Every command in the documents is one; those that need no service say what the page shows."""
 
+import json
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -181,3 +185,50 @@ def test_a_command_of_the_tuning_guide_prints_what_the_guide_shows(
     printed = [line.rstrip() for line in result.output.splitlines()]
     missing = [line for line in said if line.strip() not in ("…", "") and line not in printed]
     assert missing == [], result.output
+
+
+# --- what takes minutes
+
+
+def run(command: str, **more: Any) -> str:
+    """Run a line of a shell as a reader would, in the checkout; return what it printed."""
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": programs, "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(
+        ["bash", "-e", "-o", "pipefail", "-c", command],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=1200,
+        **more,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
+@pytest.mark.parametrize("model", ["image_encoder", "audio_encoder"])
+def test_the_examples_of_images_and_audio_run_as_their_page_says(model: str) -> None:
+    text = "\n".join(blocks(ROOT / "docs" / "models.md"))
+    (command,) = [line for line in text.splitlines() if f"{model}.yaml " in line]
+    assert re.search(r"recompiles on requests +0\b", run(command))
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
+def test_the_quick_start_of_the_readme_answers() -> None:
+    code = "\n".join(blocks(ROOT / "README.md"))
+    (serve,) = re.findall(r"^shapeserve serve .*$", code, flags=re.MULTILINE)
+    (ask,) = re.findall(r"^curl .*\n? *-d .*$", code, flags=re.MULTILINE)
+    said = run(
+        f"{serve} & SERVICE=$!\n"
+        "until curl -fs localhost:8000/v2/health/ready > /dev/null; do\n"
+        "  kill -0 $SERVICE; sleep 1\n"
+        f"done\n{ask}\nkill $SERVICE\nwait $SERVICE\n"
+    )
+    answer = json.loads(said[said.index('{"object"') :].splitlines()[0])
+    assert [len(item["embedding"]) for item in answer["data"]] == [384, 384]

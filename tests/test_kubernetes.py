@@ -4,6 +4,7 @@ import copy
 import importlib
 import inspect
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -349,13 +350,22 @@ def test_shapeserve_haproxy_closes_the_statistics_and_becomes_haproxy(tmp_path: 
         "defaults\n    mode http\n    timeout connect 1s\n    timeout client 1s\n"
         "    timeout server 1s\nfrontend stats\n    bind *:8404\n    stats enable\n"
     )
-    code = "from shapeserve.serve.haproxy_guard import as_haproxy; as_haproxy()"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "-c", "-f", str(config)],
-        capture_output=True,
-        text=True,
-        check=False,
+    script = tmp_path / "shapeserve-haproxy"
+    script.write_text(
+        f"#!{sys.executable}\nfrom shapeserve.serve.haproxy_guard import as_haproxy\nas_haproxy()\n"
     )
+    script.chmod(0o755)
+    # As on a node: Ray finds the script by the variable, and starts it with the variable set.
+    environment = {**os.environ, "RAY_SERVE_HAPROXY_BINARY_PATH": str(script)}
+    environment["PYTHONPATH"] = str(ROOT)
+
+    def become(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(script), *arguments], env=environment, capture_output=True, text=True, timeout=60
+        )
+
+    done = become("-c", "-f", str(config))
     assert done.returncode == 0, done.stderr
+    assert become("-v").stdout.startswith("HAProxy version")
     assert "    bind 127.0.0.1:8404\n" in config.read_text()
     assert (tmp_path / "haproxy.pids").read_text().strip().isdecimal()

@@ -119,13 +119,18 @@ def test_definition_follows_the_conventions(d: MetricDef) -> None:
 
 
 @given(max_size=st.integers(1, 10_000_000))
-def test_length_edges_end_at_the_maximum_and_are_at_most_120(max_size: int) -> None:
+def test_length_edges_end_at_the_maximum_and_are_at_most_144(max_size: int) -> None:
     edges = length_edges(max_size)
     assert list(edges) == sorted(set(edges))
     assert edges[-1] == max_size
-    assert len(edges) <= 120
-    linear = [e for e in edges if e <= 512]
-    assert linear[: max_size // 8] == [8.0 * i for i in range(1, min(max_size, 512) // 8 + 1)]
+    assert len(edges) <= 144
+    assert set(edges) >= {float(size) for size in range(1, min(max_size, 32) + 1)}
+
+
+@given(max_size=st.integers(512, 10_000_000), size=st.integers(1, 512))
+def test_a_size_to_512_is_taken_for_hardly_more_than_it_is(max_size: int, size: int) -> None:
+    taken = min(edge for edge in length_edges(max_size) if edge >= size)
+    assert taken < size * (1 + 1 / 16)
 
 
 def test_length_edges_above_512_grow_by_at_most_the_ratio() -> None:

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import tiny
 
-from benchmarks import environment
+from benchmarks import environment, replay
 from benchmarks import simulator_validation as validation
+from benchmarks.arms import free_port
 from benchmarks.comparison import compared, table
 from benchmarks.http_client import Target
 from benchmarks.live import GROUP_REQUESTS, GROUPS, Counters, Live
@@ -199,6 +200,38 @@ def test_the_constant_is_the_latency_of_an_idle_service_without_its_device_time(
         host_s = live.host_s(5)
     assert -1000.0 < host_s < -900.0  # what is left of the latency after 1,000 s of device time
     assert [len(row) for row in rows] == [5] * GROUPS * GROUP_REQUESTS
+
+
+# --- a trace, round and round
+
+
+def replayed(tmp_path: Path, url: str, *options: str) -> int:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("t_s,len\n0,3\n0.1,400\n0.2,7\n")
+    arguments = [url, "--model", "m", "--trace", str(trace), "--max-length", "20", *options]
+    return replay.main(arguments)
+
+
+def test_a_trace_is_replayed_round_and_round_at_its_lengths(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with service() as (live, rows):
+        url = f"http://127.0.0.1:{live.target.port}"
+        assert replayed(tmp_path, url, "--seconds", "0.5", "--speed", "2") == 0
+    assert [len(row) for row in rows[:6]] == [3, 20, 7, 3, 20, 7]
+    assert f"{len(rows)} answered, 0 failed" in capsys.readouterr().out
+
+
+def test_a_replay_with_a_failed_request_says_so_with_its_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nobody = f"http://127.0.0.1:{free_port()}"
+    assert replayed(tmp_path, nobody, "--seconds", "0.01") == 1
+    assert "1 failed (ConnectionRefusedError: 1)" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        replayed(tmp_path, "localhost:8000")
+    (tmp_path / "none.csv").write_text("tokens,count\n3,4\n")
+    assert replayed(tmp_path, nobody, "--trace", str(tmp_path / "none.csv")) == 2
 
 
 # --- the verdict

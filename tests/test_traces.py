@@ -24,9 +24,24 @@ def test_a_trace_keeps_order_and_times(tmp_path: Path, name: str) -> None:
     assert traffic.rows == 3
 
 
-def test_columns_behind_len_are_ignored_and_other_names_are_axes(tmp_path: Path) -> None:
-    one = read_traffic(write(tmp_path / "one.csv", "t_s,len,model\n0,12,a\n1,7,b\n"))
+@pytest.mark.parametrize(
+    "text",
+    [
+        "t_s,len,model\n0,12,a\n1,7,b\n",
+        "t_s,user,len\n0,3,12\n1,4,7\n",  # no axis, although its values could be sizes
+        "len,t_s\n12,0\n7,1\n",
+        "t_s,len,tokens,count\n0,12,1,1\n1,7,1,1\n",
+        "\ufefft_s,len\n0,12\n1,7\n",  # as spreadsheets write it
+    ],
+)
+def test_columns_beside_len_are_ignored_wherever_they_are(tmp_path: Path, text: str) -> None:
+    one = read_traffic(write(tmp_path / "one.csv", text))
     assert (one.axes, one.sizes.tolist()) == (("seq",), [[12], [7]])
+    assert one.times_s is not None
+    assert one.times_s.tolist() == [0, 1]
+
+
+def test_other_names_are_axes(tmp_path: Path) -> None:
     two = read_traffic(write(tmp_path / "two.csv", "t_s,height,width\n0,480,640\n1,64,32\n"))
     assert (two.axes, two.sizes.tolist()) == (("height", "width"), [[480, 640], [64, 32]])
 
@@ -115,6 +130,7 @@ BAD = {
         r":2: len='9999999999'; .* at most 2147",
     ),
     "axis twice": ("t_s,height,height\n0,1,1\n", r":1: header is 't_s,height,height'"),
+    "length twice": ("t_s,len,len\n0,1,2\n", r":1: header is 't_s,len,len'.* each name once"),
     "second axis": ("t_s,height,width\n0,1,1\n0,1,-3\n", r":3: width='-3'"),
     "line after a blank one": ("t_s,len\n\n0,1\n0,?\n", r":4: len='\?'"),
 }

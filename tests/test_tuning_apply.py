@@ -169,7 +169,9 @@ class FakeCluster:
         self.now = details()
         self.deployed: list[Any] = []
         self.slow, self.result = slow, result
-        self.swaps = {replica: {"applied": 1, "rejected": 0, "failed": 0} for replica in "ab"}
+        self.swaps = {
+            replica: {"applied": 1, "unchanged": 0, "rejected": 0, "failed": 0} for replica in "ab"
+        }
         self.asked = 0
         self.time_s = 0.0
 
@@ -222,6 +224,10 @@ def test_a_rollout_ends_when_every_replica_has_swapped() -> None:
     assert cluster.asked == 3  # at the second one only one replica had
     assert not cluster.roll_out().changed
     assert len(cluster.deployed) == 1
+
+
+def test_replicas_that_had_it_from_the_administrator_have_it() -> None:
+    assert FakeCluster(result="unchanged").roll_out().changed
 
 
 @pytest.mark.parametrize("result", ["rejected", "failed"])

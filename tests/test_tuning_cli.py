@@ -163,6 +163,33 @@ BAD = {
     "empty directory": (("--trace", Path(__file__).parent), "has no trace"),
     "no file": (("--trace", "none.csv"), "none.csv: cannot be read: No such file"),
     "k of 0": (("--trace", TEXTS, "-k", "0"), "0 is not in the range"),
+    "k that no policy may have": (("--trace", TEXTS, "-k", "513"), "513 is not in the range"),
+    "length beyond memory": (("--trace", TEXTS, "--max-length", "16777217"), "not in the range"),
+    "align beyond numbers": (("--trace", TEXTS, "--align", "9" * 20), "not in the range"),
+    "include beyond numbers": (("--trace", TEXTS, "--include", "9" * 20), "not in the range"),
+    "speed nan": (
+        ("--trace", TEXTS, "--objective", "p99", "--speed", "nan"),
+        "'--speed': nan is no finite number",
+    ),
+    "bound nan": (("--trace", TEXTS, "--objective", "p99", "--slo-ms", "nan"), "no finite number"),
+    "cost inf": (
+        ("--trace", TEXTS, "--objective", "seconds", "--variant-cost-s", "inf"),
+        "no finite number",
+    ),
+    "model of nothing": (("--trace", TEXTS, "--model", "m"), "add --apply or --apply-admin"),
+    "interval of once": (("--trace", TEXTS, "--interval", "5m"), "--interval is for --watch"),
+    "drift of once": (("--trace", TEXTS, "--drift", "0.15"), "--drift is for --watch"),
+    "saving of once": (("--trace", TEXTS, "--min-saving", "0.1"), "--min-saving is for --watch"),
+    "pause of once": (
+        ("--trace", TEXTS, "--min-apply-interval", "1h"),
+        "--min-apply-interval is for --watch",
+    ),
+    "policy as JSON is": (("--trace", TEXTS, "--out", "-"), "only --json can be printed"),
+    "report as JSON is": (("--trace", TEXTS, "--report", "-"), "only --json can be printed"),
+    "two results in a file": (
+        ("--trace", TEXTS, "--out", "/tmp/one", "--json", "/tmp/../tmp/one"),
+        "--json /tmp/../tmp/one: --out is the same file",
+    ),
     "axis of two": (("--trace", IMAGES, "--axis", "seq"), "this trace has height, width"),
     "axis batch": (("--trace", TEXTS, "--axis", "batch"), "--axis batch: it names the row axis"),
     "include too long": (("--trace", TEXTS, "--include", "9999"), "seq ends at 512"),
@@ -191,6 +218,38 @@ def test_bad_input_of_tune_exits_with_2_and_one_message(
     assert result.exit_code == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--out", "--json", "--report"])
+def test_recorded_traffic_is_not_written_over(tmp_path: Path, option: str) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("t_s,len\n" + "0,5\n" * 4)
+    result = run("tune", "--trace", path, option, tmp_path / "." / "t.csv")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--trace is the same file" in result.stderr
+    assert path.read_text().startswith("t_s,len")
+
+
+def test_a_device_may_be_written_to_twice() -> None:
+    result = run("tune", "--trace", TEXTS, "-k", "2", "--out", "/dev/null", "--json", "/dev/null")
+    assert result.exit_code == 0, result.stderr
+
+
+def test_a_longer_row_than_can_be_tuned_to_is_refused_before_memory_is_taken(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("t_s,len\n" + "0,5\n" * 4 + "1,2000000000\n")
+    result = run("tune", "--trace", path)
+    assert result.exit_code == 2
+    assert "seq ends at 2000000000; at most 16777216 can be tuned to" in result.stderr
+    assert run("tune", "--trace", path, "--max-length", "100").exit_code == 0
+
+
+def test_the_largest_end_of_images_is_a_policy(tmp_path: Path) -> None:
+    result = run("tune", "--trace", IMAGES, "-k", "2", "--max-length", str(2**24))
+    assert result.exit_code == 0, result.stderr
+    assert "variants: 2" in result.stdout
 
 
 def test_a_bad_row_is_refused_with_its_line(tmp_path: Path) -> None:
@@ -323,6 +382,34 @@ def test_simulate_refuses_costs_along_other_axes(
     result = run(*arguments, "--costs", costs)
     assert result.exit_code == 2
     assert "measured along batch, frames, the batches here have batch, seq" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--speed", "nan"), "no finite number"),
+        (("--replicas", "10001"), "not in the range"),
+        (("--json", "/none/x.json"), "no writable directory /none"),
+    ],
+)
+def test_what_simulate_cannot_do_is_refused_at_once(
+    service: Path, arrivals: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    result = run("simulate", service, "--model", "toy", "--trace", arrivals, *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize(("command", "option"), [("simulate", "--trace"), ("plan", "--lengths")])
+def test_a_result_is_not_written_over_what_it_is_of(
+    service: Path, arrivals: Path, command: str, option: str
+) -> None:
+    for target, name in ((arrivals, option), (service, "CONFIG.yaml")):
+        before = target.read_bytes()
+        result = run(command, service, option, arrivals, "--json", target)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert f"{name} is the same file" in result.stderr
+        assert target.read_bytes() == before
 
 
 def test_simulate_asks_which_of_several_models(service: Path, arrivals: Path) -> None:

@@ -156,6 +156,13 @@ def test_there_is_no_tail_beyond_the_end_or_of_one_row(rows: list[int], end: int
     assert with_tail(traffic, {"seq": end}).sizes.tolist() == traffic.sizes.tolist()
 
 
+def test_a_tail_to_a_far_end_is_dense_where_rows_are_likely() -> None:
+    beyond, rows = tail_beyond(np.array([3, 37]), np.array([9.0, 40.0]), 2**24)
+    assert len(beyond) < 2**14
+    assert (beyond[:8].tolist(), beyond[-1]) == ([*range(38, 46)], 2**24)
+    assert rows.sum() == pytest.approx(1.0)
+
+
 def test_equal_rows_have_a_tail_close_to_them() -> None:
     beyond, rows = tail_beyond(np.array([20]), np.array([50.0]), 100)
     assert rows[beyond <= 22].sum() > 0.99

@@ -28,9 +28,12 @@ from shapeserve.tuning import (
     Proposal,
     Request,
     Served,
+    fit,
     propose,
     simulate,
+    waste,
 )
+from shapeserve.tuning.packed import PackedTask
 from shapeserve.tuning.stand_in import grid_of
 from shapeserve.tuning.variants import SpecializedPoint, VariantCosts, VariantPoint
 
@@ -407,6 +410,22 @@ def test_what_packed_sizes_do_is_simulated() -> None:
     assert proposal.proposed.second_half < proposal.compared["pow2"].second_half
     default = proposal.compared["default"].buckets["tokens"]
     assert len(default) == len(packed_grid({}, 512, {"seq": 128}))
+
+
+def test_what_packed_sizes_for_the_second_half_would_do_is_simulated_too() -> None:
+    rows, request = mixed(400, every_s=0.004), packed(shapes=4)
+    task = PackedTask.of(rows, request)
+    known = fit(task.second, task.rules, [4], expect_longer=False)[4].buckets
+    outcome = tails(rows.halves()[1], known["tokens"])
+    expected = outcome.waste["padding_tokens"]
+    assert propose(rows, request).optimum_second_half == pytest.approx(expected)
+    assert waste(task.second, known) != pytest.approx(expected)  # batches of other sizes
+
+
+def test_large_packed_batches_are_compared_with_what_a_policy_may_be() -> None:
+    proposal = propose(mixed(), packed(shapes=4, max_batch_tokens=65_536))
+    assert proposal.proposed.buckets["tokens"][-1] == 65_536
+    assert set(proposal.compared) == {"default", "pow2", "pad_to_max"}  # 1,024 multiples of 64
 
 
 def test_a_packed_policy_is_what_a_configuration_takes() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from service_process import eventually, free_port
@@ -20,7 +21,9 @@ from service_process import eventually, free_port
 from shapeserve.cli import main
 from shapeserve.errors import ConfigError
 from shapeserve.metrics import Metrics
-from shapeserve.tuning import read_lengths
+from shapeserve.metrics.catalogue import length_edges
+from shapeserve.traces import read_traffic
+from shapeserve.tuning import Request, propose, read_lengths, waste
 
 DIRECT, RAY = "shapeserve_request_length_bucket", "ray_shapeserve_request_length_bucket"
 
@@ -51,13 +54,40 @@ def told(direct: Any, ray: Any = None) -> Any:
 MINI = ("mini", "seq", {"8": 10.0, "16": 10.4, "64": 29.7, "+Inf": 31.0})
 
 
-def test_rows_are_counted_at_the_upper_edge_of_their_place() -> None:
+def test_rows_are_spread_over_their_place_and_those_beyond_the_last_edge_taken_for_it() -> None:
     ask = told(answer(MINI))
     read = read_lengths(ask, "24h", None, None)
     assert read.traffic.axes == ("seq",)
-    assert dict(zip(read.traffic.sizes[:, 0], read.traffic.counts, strict=True)) == {8: 10, 64: 21}
-    assert (read.model, read.form, read.resolution, read.beyond) == ("mini", "direct", 47, 1)
+    lengths, rows = read.traffic.sizes[:, 0], read.traffic.counts
+    first = lengths <= 8
+    assert (lengths[first].tolist(), rows[first].sum()) == ([*range(1, 9)], 10)
+    assert rows[(lengths > 8) & (lengths <= 16)].sum() == 0  # 0.4 of a row
+    assert rows.sum() == 31
+    assert (lengths[-1], rows[-1]) == (64, 1)  # beyond
+    assert np.dot(lengths[~first], rows[~first]) == pytest.approx(20 * 40.5 + 64, rel=0.02)
+    assert (read.model, read.form, read.beyond) == ("mini", "direct", 1)
+    assert read.resolution == 7 / 8  # of the rows to 8, one may have a single token
     assert ask.asked == [f"sum by (model, axis, le) (increase({DIRECT}[24h]))"]
+
+
+@pytest.mark.parametrize(
+    ("name", "end"), [("enc_queries", 256), ("enc_rag_mix", 256), ("librispeech_devclean", 3265)]
+)
+@pytest.mark.parametrize("shapes", [6, 12])
+def test_the_padding_that_is_said_is_that_of_the_rows_themselves(
+    trace_dir: Path, name: str, end: int, shapes: int
+) -> None:
+    rows = read_traffic(trace_dir / f"{name}.csv.gz").clipped({"seq": end})
+    edges = length_edges(end)
+    up_to = {f"{edge:g}": float((rows.sizes <= edge).sum()) for edge in edges}
+    ask = told(answer(("mini", "seq", {**up_to, "+Inf": float(rows.rows)})))
+    read = read_lengths(ask, "24h", None, None)
+    assert read.traffic.rows == rows.rows
+    made = propose(read.traffic, Request(shapes=shapes, max_length=end))
+    for scored in (made.proposed, made.compared["default"]):
+        assert scored.second_half == pytest.approx(waste(rows, scored.buckets), abs=0.01)
+    best = propose(rows, Request(shapes=shapes, max_length=end))
+    assert waste(rows, made.proposed.buckets) < waste(rows, best.proposed.buckets) + 0.01
 
 
 def test_the_services_own_names_come_before_rays_and_either_can_be_asked_for() -> None:
@@ -74,6 +104,7 @@ OTHER = ("other", "seq", {"8": 5.0, "+Inf": 5.0})
 PHOTO = (("photo", "height", {"8": 5.0, "+Inf": 5.0}), ("photo", "width", {"8": 5.0, "+Inf": 5.0}))
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "range": (answer(MINI), {"range_": "a day"}, "--range a day: it must be a duration such as"),
+    "an age": (answer(MINI), {"range_": "9" * 30 + "y"}, "--range 9+y: it must be at most 100y"),
     "nothing": (answer(), {}, f"no increase of {DIRECT} or {RAY} in the last 24h; check that"),
     "no rows": (answer(IDLE), {}, "no rows came in the last 24h; give a longer --range"),
     "several models": (answer(MINI, OTHER, IDLE), {}, "there are rows of mini, other; choose one"),
@@ -112,7 +143,7 @@ def test_a_model_that_nobody_used_is_no_choice() -> None:
 # --- a real one ---------------------------------------------------------------------------------
 
 LENGTHS = [3] * 40 + [20] * 30 + [100] * 20 + [400] * 9 + [10_000]
-"""With edges every 8 to 512: 8, 24, 104, 400, and one beyond the last."""
+"""Their edges: 3, 20, 100, 400, and one beyond the last."""
 
 
 class Exporter(BaseHTTPRequestHandler):
@@ -205,12 +236,14 @@ def test_a_real_prometheus_is_tuned_to(
     result = tune(prometheus, *arguments, "-k", "16", "--json", "-", "--out", str(out))
     assert result.exit_code == 0, result.stderr
     data = json.loads(result.stdout)
-    assert {8, 24, 104, 400, 512} <= set(data["buckets"])  # one row is beyond the last edge
+    assert data["buckets"][-1] == 512  # one row is beyond the last edge
+    places = [(2, 3), (19, 20), (96, 100), (384, 400)]
+    assert all(any(low < n <= high for n in data["buckets"]) for low, high in places)
     # increase() makes more of counts that have just begun than there were.
     assert math.isclose(data["rows"], len(LENGTHS), rel_tol=1)
     source = f"Prometheus, {model}, last 5m"
     assert data["details"]["input"]["source"] == source
-    assert "a row is up to 7 shorter" in data["details"]["input"]["note"]
+    assert "a row is up to 4% off" in data["details"]["input"]["note"]
     assert "rows above 512 are taken as 512" in data["details"]["input"]["note"]
     assert source in out.read_text()
 
@@ -219,5 +252,5 @@ def test_what_a_real_prometheus_refuses_is_told(prometheus: str) -> None:
     result = tune(prometheus, "--model", "gpt")
     assert result.exit_code == 2
     assert "--model gpt: no rows of it in the last 5m; there are rows of mini" in result.stderr
-    result = tune(prometheus, "--range", "9" * 30 + "d")
+    result = tune(prometheus, "--range", "0s")
     assert (result.exit_code, "refused the query" in result.stderr) == (2, True)

@@ -233,10 +233,12 @@ def hours(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return set_
 
 
-def said(*edges: str) -> dict[str, Any]:
-    """1,000 rows at each edge."""
-    cumulated = {edge: 1000.0 * (i + 1) for i, edge in enumerate(edges)}
-    return answer(("mini", "seq", {**cumulated, "+Inf": 1000.0 * len(edges)}))
+def said(*lengths: int) -> dict[str, Any]:
+    """1,000 rows of each length, which has a place of its own in the histogram."""
+    cumulated: dict[str, float] = {}
+    for i, length in enumerate(lengths):
+        cumulated |= {str(length - 1): 1000.0 * i, str(length): 1000.0 * (i + 1)}
+    return answer(("mini", "seq", {**cumulated, "+Inf": 1000.0 * len(lengths)}))
 
 
 def watch(*arguments: str) -> Result:
@@ -248,7 +250,7 @@ def watch(*arguments: str) -> Result:
 def test_each_look_is_a_json_line_a_count_and_a_gauge(
     hours: Callable[..., None], tmp_path: Path
 ) -> None:
-    short, long = said("8", "16", "32"), said("200", "300", "512")
+    short, long = said(8, 16, 32), said(200, 300, 512)
     port, out = free_port(), tmp_path / "policy.yaml"
     hours(short, short, long, long, {"status": "error", "error": "overloaded"})
     scraped: list[str] = []
@@ -284,7 +286,7 @@ def test_nothing_is_rolled_out_without_yes(
     yes: tuple[str, ...],
     decision: str,
 ) -> None:
-    hours(said("8", "16"))
+    hours(said(8, 16))
     applied: list[Any] = []
 
     def applier(_: Any) -> Any:
@@ -314,8 +316,11 @@ REFUSED = {
     "yes to nothing": (("watch", "--yes"), "say where with --apply or --apply-admin"),
     "json": (("watch", "--json", "-"), "leave --json out"),
     "interval": (("watch", "--interval", "often"), "--interval often: it must be a duration"),
+    "no pause": (("watch", "--interval", "999ms"), "at least 1s are needed between two looks"),
+    "an age": (("watch", "--interval", "101y"), "--interval 101y: it must be at most 100y"),
+    "drift nan": (("watch", "--drift", "nan"), "nan is no finite number"),
     "range": (("watch", "--range", "1 hour"), "--range 1 hour: it must be a duration"),
-    "yes alone": (("tune", "--trace", "t.csv", "--yes"), "are for --watch"),
+    "yes alone": (("tune", "--trace", "t.csv", "--yes"), "--yes is for --watch"),
 }
 
 
@@ -323,7 +328,7 @@ REFUSED = {
 def test_a_watch_that_could_not_act_is_refused_at_once(
     hours: Callable[..., None], name: str
 ) -> None:
-    hours(said("8"))
+    hours(said(8))
     (command, *arguments), message = REFUSED[name]
     result = (
         watch(*arguments)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,17 @@ json_option = click.option(
     metavar="PATH|-",
     help="Write the result as JSON to PATH; - prints it instead of the table.",
 )
+
+
+class FiniteRange(click.FloatRange):
+    """A number within bounds; ``nan`` and ``inf`` are within any for click."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is no finite number.", param, ctx)
+        return number
 
 
 def debug_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,15 +106,42 @@ def check_target(option: str, target: str | None) -> None:
     """Refuse a file that cannot be written, before the minutes that its content takes.
 
     Raises:
-        ConfigError: its directory does not exist or is not writable, or it is a directory.
+        ConfigError: its directory does not exist or is not writable, it is a directory, or it is
+            ``-``, which only JSON can be written to.
     """
-    if target is None or target == "-":
+    if target is None or (target == "-" and option == "--json"):
         return
+    if target == "-":
+        raise ConfigError(f"{option} -: only --json can be printed; give a path")
     path = Path(target)
     directory = path.parent
     if path.is_dir() or not directory.is_dir() or not os.access(directory, os.W_OK):
         what = "it is a directory" if path.is_dir() else f"no writable directory {directory}"
         raise ConfigError(f"{option} {target}: cannot be written: {what}; give another path")
+
+
+def check_apart(reads: Mapping[str, str | None], writes: Mapping[str, str | None]) -> None:
+    """Refuse to write over what was read, such as recorded traffic, or twice to one file.
+
+    Args:
+        reads: option -> file that the command reads; None if it was not given.
+        writes: option -> file that it writes.
+
+    Raises:
+        ConfigError: it names both options.
+    """
+    taken = {Path(path).resolve(): option for option, path in reads.items() if path is not None}
+    for option, target in writes.items():
+        if target is None or target == "-" or not _is_plain(Path(target)):
+            continue
+        other = taken.setdefault(Path(target).resolve(), option)
+        if other != option:
+            raise ConfigError(f"{option} {target}: {other} is the same file; give another path")
+
+
+def _is_plain(path: Path) -> bool:
+    """Return whether writing replaces what is there: not so for a device such as /dev/stdout."""
+    return path.is_file() or not path.exists()
 
 
 def write_json(data: Any, target: str) -> None:

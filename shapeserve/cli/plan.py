@@ -9,6 +9,8 @@ from rich.table import Table
 
 from shapeserve.buckets import BATCH, TOKENS, Grid, RowKey
 from shapeserve.cli.common import (
+    check_apart,
+    check_target,
     config_argument,
     json_option,
     load_config,
@@ -54,6 +56,8 @@ def plan_command(
       shapeserve plan --model ./all-MiniLM-L6-v2 --lengths trace.csv.gz
       shapeserve plan service.yaml --device cuda --json plan.json
     """
+    check_target("--json", json_target)
+    check_apart({"CONFIG.yaml": config_path, "--lengths": lengths}, {"--json": json_target})
     config = load_config(config_path, model)
     recorded = None if lengths is None else read_shapes(lengths)
     plans = [plan(m, device or _device(m), recorded) for m in config.models]

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shapeserve.cli.common import (
+    check_apart,
     check_target,
     choose_model,
     config_argument,
@@ -77,6 +78,9 @@ def profile_command(
         raise click.UsageError("--lengths says which buckets to specialise; add --specialized N")
     check_target("--out", out)
     check_target("--json", json_target)
+    check_apart(
+        {"CONFIG.yaml": config_path, "--lengths": lengths}, {"--out": out, "--json": json_target}
+    )
     config = choose_model(load_config(config_path, model), model_name, "--model-name")
     recorded = None if lengths is None else read_shapes(lengths)
     # Read when torch is loaded; its profiler says on stderr when it starts and stops.

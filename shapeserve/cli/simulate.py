@@ -8,7 +8,15 @@ from rich.console import Console
 from rich.table import Table
 
 from shapeserve.buckets import TOKENS
-from shapeserve.cli.common import choose_model, json_option, progress_bar, write_json
+from shapeserve.cli.common import (
+    FiniteRange,
+    check_apart,
+    check_target,
+    choose_model,
+    json_option,
+    progress_bar,
+    write_json,
+)
 from shapeserve.config import ModelConfig, ServeConfig
 from shapeserve.policy import Device
 from shapeserve.traces import read_traffic
@@ -23,6 +31,7 @@ from shapeserve.tuning import (
 )
 from shapeserve.tuning.conditions import check_axes, check_conditions, conditions_of
 
+_MOST_REPLICAS = 10_000  # each has a batcher of its own in memory; arbitrary
 _MOST_BATCHES = 12  # buckets that the table shows, those with the most batches
 
 
@@ -35,7 +44,9 @@ _MOST_BATCHES = 12  # buckets that the table shows, those with the most batches
     help="Recorded arrivals, `t_s,len` or `t_s` and the model's axes; CSV or JSONL.",
 )
 @click.option("--model", "name", help="Name of the model, if the configuration has several.")
-@click.option("--replicas", type=click.IntRange(min=1), help="Replicas [default: serve.replicas].")
+@click.option(
+    "--replicas", type=click.IntRange(1, _MOST_REPLICAS), help="Replicas [default: serve.replicas]."
+)
 @click.option(
     "--routing",
     type=click.Choice(ROUTINGS),
@@ -44,7 +55,7 @@ _MOST_BATCHES = 12  # buckets that the table shows, those with the most batches
 )
 @click.option(
     "--speed",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=1.0,
     help="Play the trace so many times as fast. [default: 1]",
 )
@@ -78,6 +89,10 @@ def simulate_command(
       shapeserve simulate --trace trace.csv.gz service.yaml --replicas 100 --routing affinity
       shapeserve simulate --trace trace.csv.gz service.yaml --speed 20 --costs costs.json --json -
     """
+    check_target("--json", json_target)
+    check_apart(
+        {"CONFIG.yaml": config_path, "--trace": trace, "--costs": costs}, {"--json": json_target}
+    )
     config = ServeConfig.from_yaml(config_path)
     model = choose_model(config, name, "--model")
     kind: Device = device or ("cuda" if model.device == "cuda" else "cpu")

@@ -58,8 +58,8 @@ def _tables() -> Iterator[str]:
         yield "\n".join([f"## {title}\n", "| name | labels | meaning |", "|---|---|---|", *rows])
         yield ""
     yield (
-        "Edges: `request_length` every 8 to 512, then by ratio 1.15 to the model's maximum, "
-        "at most 120;\ntimes from 0.1 ms to 60 s.\n"
+        "Edges: `request_length` each size to 32, 16 to an octave to 512, by ratio 1.15 to the "
+        "model's\nmaximum, at most 144; times from 0.1 ms to 60 s.\n"
     )
 
 

@@ -24,6 +24,8 @@ _BURNS = (("fast", "1h", "5m", FAST_BURN, "critical"), ("slow", "6h", "30m", 6.0
 # What runs call by call; frames that cannot be compiled are known at start, and degrade a variant.
 _EAGER_CALLS = f"{EagerFrameReason.RECOMPILE_LIMIT}|{EagerFrameReason.NOT_COMPILED}"
 
+_REFUSED = f"{SwapResult.REJECTED}|{SwapResult.FAILED}"
+
 _MODEL = "Model {{ $labels.model }}"
 _SHARE = "{{ $value | humanizePercentage }}"
 
@@ -93,8 +95,7 @@ def _compiler(view: View) -> Iterator[Rule]:
         "PolicySwapFailed",
         "warning",
         "",
-        view.events("policy_swaps_total", f'result!="{SwapResult.APPLIED}"', by="model, result")
-        + " > 0",
+        view.events("policy_swaps_total", f'result=~"{_REFUSED}"', by="model, result") + " > 0",
         f"{_MODEL} did not take a new policy",
         "It was {{ $labels.result }}; the old policy still serves. The log says why.",
     )

@@ -79,7 +79,11 @@ def as_haproxy() -> None:
 
     from shapeserve.serve.names import APP, HEALTH_APP
 
+    # It names this script, and get_haproxy_binary() would return that.
+    os.environ.pop("RAY_SERVE_HAPROXY_BINARY_PATH", None)
     arguments = sys.argv[1:]
+    if "-f" not in arguments:  # asked for its version or help
+        os.execv(get_haproxy_binary(), ["haproxy", *arguments])
     pids = os.path.join(os.path.dirname(arguments[arguments.index("-f") + 1]), "haproxy.pids")
     stats, metrics = (
         os.environ.get(f"RAY_SERVE_HAPROXY_{name}_PORT", default)

@@ -86,7 +86,9 @@ class Policies:
             given = policies.get(name)
             try:
                 policy = engine.config.policy if given is None else self.check(name, given)
-                await self._swap(name, policy)
+                if not await self._swap(name, policy) and given is not None:
+                    # So that whoever deployed it sees that it has arrived.
+                    self._metrics.policy_swaps_total.child(name, SwapResult.UNCHANGED).inc()
             except ShapeServeError as error:
                 log.error("the policy for model %r was not applied: %s", name, error)
             except Exception:

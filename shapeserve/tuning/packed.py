@@ -16,7 +16,7 @@ import numpy as np
 
 from shapeserve.buckets import TOKENS, Grid
 from shapeserve.errors import ConfigError
-from shapeserve.policy import packed_grid
+from shapeserve.policy import MAX_AXIS_SIZES, packed_grid
 from shapeserve.traces import Traffic
 from shapeserve.tuning.conditions import check_axes
 from shapeserve.tuning.cost import ANALYTIC, Cost
@@ -97,6 +97,10 @@ class PackedTask:
         """See :class:`shapeserve.tuning.task.Task`."""
         return simulate(self.served(buckets, batches), self.halves[second])
 
+    def waste(self, buckets: Buckets) -> float:
+        """See :class:`shapeserve.tuning.task.Task`: other sizes make other batches."""
+        return _tail(self.play(buckets, None, second=True))
+
     def score(self, buckets: Buckets, batches: Batches = None) -> Scored:
         """See :class:`shapeserve.tuning.task.Task`: here everything is simulated."""
         first, second = (self.play(buckets, None, second=half) for half in (False, True))
@@ -107,7 +111,9 @@ class PackedTask:
         """See :class:`shapeserve.tuning.task.Task`."""
         default = packed_grid({}, self.ends[TOKENS], {TOKENS: self.longest})
         sizes = tuple(bucket.size(TOKENS) for bucket in default.buckets)
-        return {"default": {TOKENS: sizes}, **usual_of(self.ends)}
+        named: dict[str, Buckets] = {"default": {TOKENS: sizes}, **usual_of(self.ends)}
+        # Everything is simulated here, and no service has more sizes.
+        return {name: made for name, made in named.items() if len(made[TOKENS]) <= MAX_AXIS_SIZES}
 
 
 def _check(traffic: Traffic, request: Request) -> None:

@@ -25,6 +25,7 @@ NAMES: Final[Mapping[Form, str]] = {
 }
 _RANGE = re.compile(r"([0-9]+(ms|[smhdwy]))+")
 _UNITS_S = {"ms": 1e-3, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800, "y": 31_536_000}
+_LONGEST_S = 100 * _UNITS_S["y"]
 
 Ask = Callable[[str], Any]
 """PromQL -> what ``/api/v1/query`` answers, as plain data."""
@@ -35,17 +36,17 @@ class Lengths:
     """What one model's histogram says.
 
     Attributes:
-        traffic: lengths, each the upper edge of its place in the histogram, and their rows.
+        traffic: lengths and their rows, spread evenly over their place in the histogram.
         model: its name.
         form: how it was scraped.
-        resolution: elements that a row can be shorter than it is taken for, at most.
+        resolution: share by which a row can differ from what it is taken for, at most.
         beyond: rows longer than the last edge; they are taken for the last edge.
     """
 
     traffic: Traffic
     model: str
     form: Form
-    resolution: int
+    resolution: float
     beyond: int
 
 
@@ -53,11 +54,14 @@ def duration_s(option: str, text: str) -> float:
     """Return the seconds of a PromQL duration.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is none, or longer than Prometheus or a clock can count.
     """
     if not _RANGE.fullmatch(text):
         raise ConfigError(f"{option} {text}: it must be a duration such as 24h, 90m or 7d")
-    return sum(int(n) * _UNITS_S[unit] for n, unit in re.findall(r"([0-9]+)(ms|[smhdwy])", text))
+    seconds = sum(int(n) * _UNITS_S[unit] for n, unit in re.findall(r"([0-9]+)(ms|[smhdwy])", text))
+    if seconds > _LONGEST_S:
+        raise ConfigError(f"{option} {text}: it must be at most 100y")
+    return seconds
 
 
 def read_lengths(ask: Ask, range_: str, model: str | None, form: Form | None) -> Lengths:
@@ -145,14 +149,30 @@ def _lengths(axes: Mapping[_Key, Mapping[float, float]], form: Form, range_: str
     beyond = int(counts[-1]) if math.isinf(ends[-1]) else 0
     if math.isinf(ends[-1]):
         ends, counts = ends[:-1], counts[:-1]
-        counts[-1] += beyond
-    there = counts > 0
-    sizes = np.array(ends, np.int64)
-    widths = np.diff(sizes, prepend=0)
-    traffic = Traffic((axis,), sizes[there][:, None], counts[there], named=True)
+    sizes, rows = _spread(np.array(ends, np.int64), counts)
+    rows[-1] += beyond
+    traffic = Traffic((axis,), sizes[rows > 0][:, None], rows[rows > 0], named=True)
     if traffic.rows < 4:
         raise ConfigError(
             f"{model} had {traffic.rows} rows in the last {range_}; at least 4 are needed; give a "
             "longer --range"
         )
-    return Lengths(traffic, model, form, int(widths[there].max()) - 1, beyond)
+    off = ((np.diff(ends, prepend=0) - 1) / ends)[counts > 0]
+    return Lengths(traffic, model, form, float(off.max(initial=0.0)), beyond)
+
+
+def _spread(ends: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return every length up to the last edge, and its rows: each place's, spread evenly over it.
+
+    Rows taken for the upper edge would seem to fit sizes that end there without any padding.
+
+    Args:
+        ends: upper edges, ascending.
+        counts: rows of each place, whole numbers.
+    """
+    starts = [0, *ends[:-1]]
+    rows = np.zeros(int(ends[-1]) + 1)
+    for start, end, count in zip(starts, ends, counts, strict=True):
+        shares = np.arange(end - start + 1) / (end - start)
+        rows[start + 1 : end + 1] = np.diff(np.rint(count * shares))
+    return np.arange(1, len(rows)), rows[1:]

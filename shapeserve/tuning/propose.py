@@ -11,7 +11,7 @@ import numpy as np
 from shapeserve.buckets import BATCH, TOKENS
 from shapeserve.config import RareShape, axes_of
 from shapeserve.traces import Traffic
-from shapeserve.tuning.fit import Buckets, assigned, fit, waste, waste_by_axis
+from shapeserve.tuning.fit import Buckets, assigned, fit, waste_by_axis
 from shapeserve.tuning.limits import Footprint
 from shapeserve.tuning.packed import PackedTask
 from shapeserve.tuning.request import Request, Scored
@@ -173,7 +173,7 @@ def propose(
         ends=task.ends,
         proposed=proposed,
         compared={name: task.score(made) for name, made in task.usual().items()},
-        optimum_second_half=waste(task.second, known[choice.number].buckets),
+        optimum_second_half=task.waste(known[choice.number].buckets),
         gap=choice.fit.gap,
         curve=choice.curve,
         predicted={} if packed else waste_by_axis(task.second, buckets),

@@ -12,6 +12,9 @@ from shapeserve.tuning.limits import Limits
 from shapeserve.tuning.table import CostTable
 from shapeserve.tuning.variants import VariantCosts
 
+MAX_LENGTH = 2**24
+"""Longest row that can be tuned to: what is done takes memory in proportion to it."""
+
 Objective = Literal["padding", "seconds", "p99"]
 
 

@@ -13,7 +13,7 @@ from shapeserve.policy import Device, packed_grid
 from shapeserve.traces import SEQ
 from shapeserve.tuning.fit import Buckets
 
-_ENDLESS = 10**15
+_ENDLESS = 10**18  # above four of the largest images (MAX_LENGTH squared)
 
 
 def policy_of(buckets: Buckets, batches: Sequence[int] | None = None) -> Policy:

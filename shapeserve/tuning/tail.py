@@ -22,6 +22,8 @@ _TAIL_EXPONENT = 0.4
 # If rows come in no particular order, as many as were seen bring on average one that is longer than
 # all of them: the longest row of both lots, the second longest ... are each in either lot alike.
 _ROWS_BEYOND = 1.0
+# Lengths that the tail is put at, each a candidate: if there are more, with equal ratios.
+_MOST_LENGTHS = 2**14
 _MIN_INDEX = 1e-3  # keeps a tail of equal lengths from dividing by zero
 
 
@@ -52,10 +54,15 @@ def tail_beyond(lengths: np.ndarray, counts: np.ndarray, end: int) -> tuple[np.n
     if longest >= end or rows < 2:
         return np.zeros(0, np.int64), np.zeros(0)
     index = _tail_index(lengths, counts, min(max(int(rows**_TAIL_EXPONENT), 2), int(rows) - 1))
-    edges = np.arange(longest, end + 1)
+    edges = np.arange(longest, end + 1) if end - longest < _MOST_LENGTHS else _thin(longest, end)
     survival = (edges / longest) ** (-1 / index)
     survival[-1] = 0.0  # what would be longer is cut to the end
     return edges[1:], -np.diff(survival) * _ROWS_BEYOND
+
+
+def _thin(longest: int, end: int) -> np.ndarray:
+    """Return lengths from the one to the other whose ratios are alike."""
+    return np.unique(np.rint(np.geomspace(longest, end, _MOST_LENGTHS)).astype(np.int64))
 
 
 def _tail_index(lengths: np.ndarray, counts: np.ndarray, top: int) -> float:

@@ -18,7 +18,7 @@ from shapeserve.tuning.conditions import check_axes
 from shapeserve.tuning.cost import ANALYTIC, Cost, row_seconds
 from shapeserve.tuning.fit import Buckets, Entries, Rules, executed, waste
 from shapeserve.tuning.outcome import Outcome
-from shapeserve.tuning.request import Request, Scored
+from shapeserve.tuning.request import MAX_LENGTH, Request, Scored
 from shapeserve.tuning.served import Served
 from shapeserve.tuning.simulate import simulate
 from shapeserve.tuning.stand_in import grid_of
@@ -74,6 +74,9 @@ class Task(Protocol):
         Raises:
             ConfigError: a policy may not have these buckets, or rows have no times.
         """
+
+    def waste(self, buckets: Buckets) -> float:
+        """Return padding / all elements of the second half."""
 
     def score(self, buckets: Buckets, batches: Batches = None) -> Scored:
         """Return what a policy does to both halves."""
@@ -135,6 +138,10 @@ class PaddedTask:
         """See :class:`Task`."""
         return simulate(self.served(buckets, batches), self.second if second else self.first)
 
+    def waste(self, buckets: Buckets) -> float:
+        """See :class:`Task`."""
+        return waste(self.second, buckets)
+
     def score(self, buckets: Buckets, batches: Batches = None) -> Scored:
         """See :class:`Task`."""
         seconds = None if self.cost is None else self._device_s(buckets, self.cost, batches)
@@ -172,9 +179,16 @@ def ends_of(traffic: Traffic, request: Request) -> dict[str, int]:
     """Return axis -> largest size of a row.
 
     Raises:
-        ConfigError: a size that must be a bucket is larger, or there are too few rows.
+        ConfigError: it is beyond all that can be tuned to, a size that must be a bucket is larger,
+            or there are too few rows.
     """
     ends = {axis: request.max_length or longest for axis, longest in traffic.longest.items()}
+    for axis, end in ends.items():
+        if end > MAX_LENGTH:
+            raise ConfigError(
+                f"{axis} ends at {end}; at most {MAX_LENGTH} can be tuned to; cut longer rows with "
+                "--max-length"
+            )
     for size in request.include:
         over = [axis for axis, end in ends.items() if size > end]
         if over and request.layout == "padded":

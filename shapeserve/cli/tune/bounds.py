@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from shapeserve.cli.common import FiniteRange
 from shapeserve.tuning import Limits
 from shapeserve.tuning.limits import MIB
 
@@ -40,29 +41,29 @@ _OPTIONS = (
     ),
     click.option(
         "--max-graph-mb",
-        type=click.FloatRange(min=0, min_open=True),
+        type=FiniteRange(min=0, min_open=True),
         help="MiB that the CUDA graphs may take; needs --costs of `shapeserve profile`.",
     ),
     click.option(
         "--max-warmup-s",
-        type=click.FloatRange(min=0, min_open=True),
+        type=FiniteRange(min=0, min_open=True),
         help="Seconds that a start may take; needs --costs of `shapeserve profile`.",
     ),
     click.option(
         "--slo-ms",
-        type=click.FloatRange(min=0, min_open=True),
+        type=FiniteRange(min=0, min_open=True),
         help="With --objective p99: the fewest variants that keep it. Exit code 1 if none does.",
     ),
     click.option(
         "--speed",
-        type=click.FloatRange(min=0, min_open=True),
+        type=FiniteRange(min=0, min_open=True),
         default=1.0,
         help="Play a trace so many times as fast; with --objective p99, --layout packed or "
         "--horizon-s. [default: 1]",
     ),
     click.option(
         "--horizon-s",
-        type=click.FloatRange(min=0, min_open=True),
+        type=FiniteRange(min=0, min_open=True),
         help="Say which buckets earn a compile of their own within so many seconds; needs --costs "
         "of `shapeserve profile --specialized`.",
     ),

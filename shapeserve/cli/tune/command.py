@@ -13,7 +13,7 @@ from shapeserve.cli.tune.bounds import bound_options
 from shapeserve.cli.tune.fitting import fit_options, fit_request
 from shapeserve.cli.tune.inputs import input_options, read_input
 from shapeserve.cli.tune.output import check_outputs, output_options, write_outputs
-from shapeserve.cli.tune.watch import watch, watch_options
+from shapeserve.cli.tune.watch import check_no_watch, watch, watch_options
 from shapeserve.tuning import propose
 
 
@@ -45,9 +45,8 @@ def tune_command(**given: Any) -> None:
     check_outputs(given)
     if given["watch"]:
         watch(given)
-    elif given["yes"] or given["metrics_port"] is not None:
-        raise click.UsageError("--yes and --metrics-port are for --watch; leave them out")
     else:
+        check_no_watch(click.get_current_context())
         _once(given)
 
 

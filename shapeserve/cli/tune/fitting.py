@@ -7,31 +7,36 @@ from typing import Any
 
 import click
 
+from shapeserve.cli.common import FiniteRange
 from shapeserve.cli.tune.bounds import bounds
-from shapeserve.policy import Device
+from shapeserve.policy import MAX_AXIS_SIZES, Device
 from shapeserve.tuning import CostTable, Request
 from shapeserve.tuning.conditions import KIND, check_conditions
+from shapeserve.tuning.request import MAX_LENGTH
 
 _OPTIONS = (
     click.option(
         "-k",
         "shapes",
-        type=click.IntRange(min=1),
+        type=click.IntRange(1, MAX_AXIS_SIZES),
         help="Row shapes at most; left out, the number after which more stop paying.",
     ),
     click.option(
         "--max-length",
-        type=click.IntRange(min=1),
+        type=click.IntRange(1, MAX_LENGTH),
         help="Longer rows are cut to it; it is the last bucket. Left out: the longest row.",
     ),
     click.option(
         "--align",
-        type=click.IntRange(min=1),
+        type=click.IntRange(1, MAX_LENGTH),
         default=1,
         help="Sizes are multiples of it. [default: 1]",
     ),
     click.option(
-        "--include", type=click.IntRange(min=1), multiple=True, help="A size that must be a bucket."
+        "--include",
+        type=click.IntRange(1, MAX_LENGTH),
+        multiple=True,
+        help="A size that must be a bucket.",
     ),
     click.option(
         "--objective",
@@ -45,7 +50,7 @@ _OPTIONS = (
     ),
     click.option(
         "--variant-cost-s",
-        type=click.FloatRange(min=0),
+        type=FiniteRange(min=0),
         default=0.0,
         help="Device seconds of the first half that one more row shape must save; with `seconds`.",
     ),

@@ -82,6 +82,11 @@ def read_input(given: Mapping[str, Any]) -> Input:
         if given[option] is not None:
             shown = "--" + option.rstrip("_").replace("_", "-")
             raise click.UsageError(f"{shown} is for --prometheus; leave it out with --trace")
+    if given["model"] is not None and not (given["apply"] or given["apply_admin"]):
+        raise click.UsageError(
+            "--model with --trace says whose policy is applied; add --apply or --apply-admin, or "
+            "leave it out"
+        )
     traffic = _named(read_traffic(trace), given["axis"])
     return Input(traffic, Path(trace).name, given["model"])
 
@@ -102,8 +107,8 @@ def _from_prometheus(given: Mapping[str, Any]) -> Input:
 def _note(read: Lengths) -> str:
     (longest,) = read.traffic.longest.values()
     note = (
-        f"lengths are known to the edges of the histogram and taken as the upper one: a row is up "
-        f"to {read.resolution} shorter than it counts"
+        f"lengths are known to the edges of the histogram and spread evenly between them: a row is "
+        f"up to {read.resolution:.0%} off"
     )
     if read.beyond:
         note += f"; {read.beyond} rows above {longest} are taken as {longest}"

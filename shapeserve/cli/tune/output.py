@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from shapeserve.cli.common import check_target, json_option, write_json
+from shapeserve.cli.common import check_apart, check_target, json_option, write_json
 from shapeserve.cli.tune.bound_words import (
     latency_cells,
     print_specialized,
@@ -48,8 +48,14 @@ def check_outputs(given: Mapping[str, Any]) -> None:
     Args:
         given: the values of all options of the command.
     """
-    for option, target in (("--out", "out"), ("--report", "report"), ("--json", "json_target")):
-        check_target(option, given[target])
+    targets = {
+        "--out": given["out"],
+        "--report": given["report"],
+        "--json": given["json_target"],
+    }
+    for option, target in targets.items():
+        check_target(option, target)
+    check_apart({"--trace": given["trace"], "--costs": given["costs"]}, targets)
     if given["report"] is not None:
         require_plotly()
 

@@ -10,8 +10,10 @@ from dataclasses import asdict
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
+from shapeserve.cli.common import FiniteRange
 from shapeserve.cli.fetch import check_address
 from shapeserve.cli.tune.apply import applier
 from shapeserve.cli.tune.fitting import fit_request
@@ -30,6 +32,7 @@ from shapeserve.tuning import (
 )
 
 _DEFAULTS = WatchRules()
+_LEAST_INTERVAL_S = 1.0  # Prometheus has other things to do; arbitrary
 _OPTIONS = (
     click.option(
         "--watch",
@@ -43,14 +46,14 @@ _OPTIONS = (
     ),
     click.option(
         "--drift",
-        type=click.FloatRange(min=0, min_open=True),
+        type=FiniteRange(min=0, min_open=True),
         default=_DEFAULTS.drift,
         help="Octaves that lengths must have moved on average, at two looks in a row. "
         f"[default: {_DEFAULTS.drift}]",
     ),
     click.option(
         "--min-saving",
-        type=click.FloatRange(min=0, max=1),
+        type=FiniteRange(min=0, max=1),
         default=_DEFAULTS.min_saving,
         help="Padding that a new policy must save to be rolled out, as a share of all elements. "
         f"[default: {_DEFAULTS.min_saving}]",
@@ -74,6 +77,18 @@ def watch_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
+
+
+def check_no_watch(context: click.Context) -> None:
+    """Refuse options that only a tuner that goes on has a use for.
+
+    Raises:
+        click.UsageError: one is given.
+    """
+    for option in ("yes", "interval", "drift", "min_saving", "min_apply_interval", "metrics_port"):
+        if context.get_parameter_source(option) is not ParameterSource.DEFAULT:
+            shown = "--" + option.replace("_", "-")
+            raise click.UsageError(f"{shown} is for --watch; leave it out, or add --watch")
 
 
 class TunerMetrics:
@@ -179,6 +194,11 @@ def _check(given: Mapping[str, Any]) -> None:
             raise click.UsageError(f"--watch needs --{option.replace('_', '-')}: {why}")
     check_address("--prometheus", given["prometheus"])
     duration_s("--range", given["range_"] or "24h")
+    if duration_s("--interval", given["interval"]) < _LEAST_INTERVAL_S:
+        raise click.UsageError(
+            f"--interval {given['interval']}: at least {_LEAST_INTERVAL_S:g}s are needed between "
+            "two looks"
+        )
     if given["json_target"] is not None:
         raise click.UsageError("--watch prints a JSON line a look already; leave --json out")
     if given["yes"] and not (given["apply"] or given["apply_admin"]):
