@@ -47,6 +47,7 @@ from shapeserve.metrics import (
     Mode,
     Outcome,
     RejectReason,
+    length_edges,
     merge_texts,
     parse_samples,
 )
@@ -344,7 +345,7 @@ def reasons(name: str, **counts: int) -> dict[Labels, float]:
 
 
 def lengths(lab: Lab) -> dict[Labels, float]:
-    edges = [str(float(edge)) for edge in range(8, LONGEST + 1, 8)] + ["+Inf"]
+    edges = [str(edge) for edge in length_edges(LONGEST)] + ["+Inf"]
     return {labels(le=le): sum(n <= float(le) for n in lab.ledger.lengths) for le in edges}
 
 
