@@ -196,7 +196,7 @@ class FakeEngine:
         if max(sizes or ()) > 512:
             self.metrics.policy_swaps_total.child(self.spec.name, SwapResult.REJECTED).inc()
             raise ConfigError("policy.seq: 1024 is above the model's 512")
-        time.sleep(3.0 if self.config.path == "fake:slow" else 0)
+        time.sleep(5.0 if self.config.path == "fake:slow" else 0)
         self.grid = Grid(("batch", "seq"), [Bucket.of(batch=1, seq=size) for size in sizes or ()])
         self.metrics.preset(self.spec.name, [b.label for b in self.grid.buckets], ["batch", "seq"])
         self.metrics.set_grid_version(self.spec.name, self.grid.version)
