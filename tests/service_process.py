@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import queue
+import secrets
 import signal
 import socket
 import subprocess
@@ -28,10 +29,18 @@ ADMIN_TOKEN = "token-of-the-tests"
 T = TypeVar("T")
 
 
+# Below those that the kernel deals out by itself, and those of launch.PORT_RANGE: some are asked
+# for when a module is imported, and must still be free minutes later.
+_PORTS = iter(secrets.SystemRandom().sample(range(10_240, 20_000), 2_000))
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port on which nobody listens, another one each time."""
+    for port in _PORTS:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no free port is left")
 
 
 def eventually(look: Callable[[], T], patience_s: float = PATIENCE_S) -> T:
