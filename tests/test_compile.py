@@ -109,8 +109,8 @@ def test_twelve_programs_of_one_module_each_stay_compiled(
             assert len(monitor.collect(CompilePhase.WARMUP)) == 1
 
 
-@settings(max_examples=30)
-@given(shapes=st.lists(st.tuples(st.integers(1, 9), st.integers(2, 70)), min_size=1, max_size=6))
+@settings(max_examples=10)
+@given(shapes=st.lists(st.tuples(st.integers(1, 9), st.integers(2, 70)), min_size=3, max_size=12))
 def test_i2_two_compiles_serve_every_shape(shapes: list[tuple[int, int]]) -> None:
     module = Tokens().eval().requires_grad_(False)
     monitor = monitor_of("m")

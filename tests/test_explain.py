@@ -209,6 +209,7 @@ def test_host_randomness_and_copies_to_the_host_forbid_a_capture() -> None:
     assert fetching.place == f"{MODULES}:{line_of('x.cpu()')}"
 
 
+@pytest.mark.slow
 def test_a_text_directory_is_explained(tmp_path: Path) -> None:
     model = {
         "path": str(tiny.write_model(tmp_path / "tiny")),
@@ -315,6 +316,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     assert f"--json {target}: cannot be written" in result.stderr
 
 
+@pytest.mark.slow
 def test_the_example_of_the_documents_starts_with_its_remedies(tmp_path: Path) -> None:
     """Every block of docs/compile.md as it stands, in a process of its own."""
     page = (MODULES.parents[1] / "docs" / "compile.md").read_text()

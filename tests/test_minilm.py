@@ -53,6 +53,7 @@ def test_scored_pairs_have_the_reference_cosines_and_rank(engine: Engine, data_d
     assert sts.spearman(found, pairs.scores) == pytest.approx(sts.SPEARMAN, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_i4_one_text_gives_the_same_vector_in_every_bucket_that_covers_it(
     engine: Engine, data_dir: Path
 ) -> None:

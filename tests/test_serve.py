@@ -557,6 +557,7 @@ def test_a_killed_replica_is_replaced_and_its_series_end(service: ServiceProcess
     assert grids(service, "tiny") == swapped  # the successor has the policy of the update
 
 
+@pytest.mark.slow
 def test_a_replica_whose_engine_died_is_replaced(service: ServiceProcess) -> None:
     before = service.replicas()
     assert service.embed("die").status_code == 503
