@@ -32,7 +32,7 @@ from benchmarks.live import FIRST_ID, LAST_ID
 from benchmarks.loadgen import MAX_CONNECTIONS, ask
 from benchmarks.scenarios import Sample, percentile
 from shapeserve.errors import ShapeServeError
-from shapeserve.traces import read_traffic
+from shapeserve.traces import SEQ, read_traffic
 
 TRACE = Path(__file__).resolve().parent / "data" / "traces" / "enc_rag_mix.csv.gz"
 REPORT_S = 10.0
@@ -80,11 +80,8 @@ async def replay(target: Target, due: Iterator[tuple[float, int]], seconds: floa
     tally, ended, rng = Tally(), asyncio.Event(), np.random.default_rng(0)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    pool, out, start_s = (
-        Pool(target, MAX_CONNECTIONS),
-        set[asyncio.Task[None]](),
-        time.perf_counter(),
-    )
+    pool, start_s = Pool(target, MAX_CONNECTIONS), time.perf_counter()
+    out: set[asyncio.Task[None]] = set()
 
     async def one(length: int, since_s: float) -> None:
         ids = rng.integers(FIRST_ID, LAST_ID, length).tolist()
@@ -141,18 +138,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Replay; return 1 if a request failed, 2 if the trace cannot be read."""
     options = parse(arguments)
     try:
-        traffic = read_traffic(options.trace).clipped({"seq": options.max_length})
+        traffic = read_traffic(options.trace)
     except ShapeServeError as error:
         print(error, file=sys.stderr)
         return 2
-    if traffic.times_s is None:
-        print(f"{options.trace} has no times; give a trace (t_s,len)", file=sys.stderr)
+    if traffic.times_s is None or traffic.axes != (SEQ,):
+        print(f"{options.trace} is no trace of lengths (t_s,len); give one", file=sys.stderr)
         return 2
+    clipped = traffic.clipped({SEQ: options.max_length})
     url = urlsplit(options.url)
     path = url.path.rstrip("/") + "/v1/embeddings"
     target = Target(str(url.hostname), url.port or 80, path, options.model)
     times_s = ((traffic.times_s - traffic.times_s[0]) / options.speed).tolist()
-    due = rows(traffic.sizes[:, 0].tolist(), times_s)
+    due = rows(clipped.sizes[:, 0].tolist(), times_s)
     tally = asyncio.run(replay(target, due, options.seconds))
     print(f"{tally.line()}\n{'failed' if tally.errors else 'ok'}")
     return int(bool(tally.errors))

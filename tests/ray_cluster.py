@@ -23,6 +23,8 @@ import httpx
 import yaml
 from service_process import PATIENCE_S, eventually, free_port
 
+from shapeserve.metrics import parse_samples
+
 HERE = Path(__file__).parent
 # Beside the interpreter, or wherever else Ray lies.
 PROGRAMS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
@@ -221,6 +223,15 @@ class SteadyLoad:
     def metrics(self) -> str:
         """Return what the service says of itself."""
         return httpx.get(self._url + "/metrics", timeout=PATIENCE_S).text
+
+    def counted(self, metric: str, label: str) -> dict[str, float]:
+        """Return the value of a label -> the sum of a metric's samples with it, without zeros."""
+        sums: dict[str, float] = {}
+        for sample in parse_samples(self.metrics()):
+            if sample.name == f"shapeserve_{metric}":
+                value = sample.labels[label]
+                sums[value] = sums.get(value, 0.0) + sample.value
+        return {value: n for value, n in sums.items() if n}
 
     def failures(self) -> list[tuple[int, str]]:
         """Return every answer that is not 200."""

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -114,14 +113,33 @@ def replicas(cluster: RayCluster) -> set[int]:
     return cluster.pids("ray::ServeReplica:shapeserve:")
 
 
-def swaps(load: SteadyLoad) -> float:
-    """Return how many policies the replicas of its service have put into use."""
-    applied = re.findall(
-        r'^shapeserve_policy_swaps_total\{.*result="applied".*\} (\S+)$',
-        load.metrics(),
-        flags=re.MULTILINE,
-    )
-    return sum(map(float, applied))
+def swap(cluster: RayCluster, file: dict[str, Any], load: SteadyLoad, policy: Any) -> None:
+    """Deploy a policy, and wait until it serves, in the same processes."""
+    before = replicas(cluster)
+    cluster.deploy(changed(file, user_config={"policies": {"all-MiniLM-L6-v2": policy}}))
+    eventually(lambda: load.counted("policy_swaps_total", "result") == {"applied": 1})
+    assert replicas(cluster) == before
+
+
+def replace_and_roll_back(cluster: RayCluster, file: dict[str, Any], load: SteadyLoad) -> None:
+    """Add a replica and take it back, then replace the model and deploy the earlier file."""
+    cluster.deploy(changed(file, num_replicas=2))
+    cluster.settle({HEALTH: 1, "shapeserve": 2})
+    both = replicas(cluster)
+    cluster.deploy(file)
+    cluster.settle({HEALTH: 1, "shapeserve": 1})
+    eventually(lambda: len(replicas(cluster)) == 1)
+    before = replicas(cluster)
+    assert before < both
+
+    cluster.deploy(renamed(file, "another"))
+    cluster.settle({HEALTH: 1, "shapeserve": 1})
+    eventually(lambda: load.served_by("another"))
+    eventually(lambda: not replicas(cluster) & before)  # a moment after its routes are gone
+
+    cluster.deploy(file)
+    cluster.settle({HEALTH: 1, "shapeserve": 1})
+    eventually(lambda: load.served_by("all-MiniLM-L6-v2"))
 
 
 def faked(name: str, port: int) -> dict[str, Any]:
@@ -165,31 +183,9 @@ def test_updates_of_one_replica_in_place_fail_no_request(
     file = faked("cpu", port)
     cluster.deploy(file)
     cluster.settle({HEALTH: 1, "shapeserve": 1})
-    first = replicas(cluster)
     with SteadyLoad(f"http://127.0.0.1:{port}", {"model": "any", "input": "a b"}) as load:
-        policy = {"all-MiniLM-L6-v2": {"seq": {"explicit": [8, 24]}}}
-        cluster.deploy(changed(file, user_config={"policies": policy}))
-        eventually(lambda: swaps(load) == 1)
-        assert replicas(cluster) == first
-
-        cluster.deploy(changed(file, num_replicas=2))
-        cluster.settle({HEALTH: 1, "shapeserve": 2})
-        both = replicas(cluster)
-        assert both > first
-        cluster.deploy(file)
-        cluster.settle({HEALTH: 1, "shapeserve": 1})
-        eventually(lambda: len(replicas(cluster)) == 1)
-        before = replicas(cluster)
-        assert before < both
-
-        cluster.deploy(renamed(file, "another"))
-        cluster.settle({HEALTH: 1, "shapeserve": 1})
-        eventually(lambda: load.served_by("another"))
-        eventually(lambda: not replicas(cluster) & before)  # a moment after its routes are gone
-
-        cluster.deploy(file)  # the earlier file: back
-        cluster.settle({HEALTH: 1, "shapeserve": 1})
-        eventually(lambda: load.served_by("all-MiniLM-L6-v2"))
+        swap(cluster, file, load, {"seq": {"explicit": [8, 24]}})
+        replace_and_roll_back(cluster, file, load)
     assert load.failures() == []
     assert len(load.answers) > 100
     # What the liveness probes of deploy/kubernetes ask, without a token.
@@ -253,22 +249,9 @@ def test_the_cpu_file_serves_minilm_and_is_updated_without_a_failed_request(
     model["aliases"] = ["any"]
     cluster.deploy(file)
     cluster.settle({HEALTH: 1, "shapeserve": 1})
-    first = replicas(cluster)
     url = f"http://127.0.0.1:{port}"
     with SteadyLoad(url, {"model": "any", "input": "a text"}, pause_s=0.2) as load:
-        policy = {"all-MiniLM-L6-v2": {"seq": {"explicit": [24, 256]}}}
-        cluster.deploy(changed(file, user_config={"policies": policy}))
-        eventually(lambda: swaps(load) == 1)
-        assert replicas(cluster) == first
-        cluster.deploy(changed(file, num_replicas=2))
-        cluster.settle({HEALTH: 1, "shapeserve": 2})
-        cluster.deploy(file)
-        cluster.settle({HEALTH: 1, "shapeserve": 1})
-        cluster.deploy(renamed(file, "another"))
-        cluster.settle({HEALTH: 1, "shapeserve": 1})
-        eventually(lambda: load.served_by("another"))
-        cluster.deploy(file)
-        cluster.settle({HEALTH: 1, "shapeserve": 1})
-        eventually(lambda: load.served_by("all-MiniLM-L6-v2"))
+        swap(cluster, file, load, {"seq": {"explicit": [24, 256]}})
+        replace_and_roll_back(cluster, file, load)
     assert load.failures() == []
     assert len(json.loads(load.answers[-1][2])["data"][0]["embedding"]) == 384

@@ -209,6 +209,26 @@ def test_jobs_get_a_quarter_of_the_time_while_batches_wait_and_all_of_it_while_n
     )
 
 
+def test_a_job_for_which_no_batch_waited_owes_them_nothing(
+    clock: Clock, device: DeviceThread
+) -> None:
+    log: list[str] = []
+    batches = Batches(device, "batch", log, clock=clock)
+
+    def long() -> None:
+        clock.now += 100
+
+    device.call(long).result(PATIENCE_S)
+    while device.busy_s():
+        time.sleep(0.001)
+    with device.lock:
+        batches.put(3)
+        job = device.call(lambda: log.append("job"))
+    job.result(PATIENCE_S)
+    batches.wait(3)
+    assert log == ["batch", "job", "batch", "batch"]
+
+
 def test_a_start_that_takes_long_is_no_sign_of_a_device_that_hangs(device: DeviceThread) -> None:
     def busy() -> float:
         time.sleep(0.01)

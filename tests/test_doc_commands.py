@@ -24,7 +24,7 @@ from shapeserve.protocols import http
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 PAGES += sorted(ROOT.glob("benchmarks/*.md"))
-PROGRAMS = {"shapeserve", "python", "make", "serve", "ray", "curl", "prometheus", "promtool"}
+PROGRAMS = {"shapeserve", "python", "make", "serve", "ray", "curl", "prometheus"}
 PATHS = {*http.PATHS, http.OIP_MODEL, http.COMPILE, http.POLICY}
 # What the examples find beside them.
 FILES = {
@@ -73,7 +73,6 @@ def test_a_command_names_options_paths_and_files_that_exist(page: Path, words: l
         "curl": asks_for_a_path,
         "python": is_script,
         "prometheus": names_its_configuration,
-        "promtool": lambda _: None,  # PromQL: its metrics are those of a rule or of the catalogue
     }.get(program, lambda given: has_options(program, given))
     check(arguments)
 

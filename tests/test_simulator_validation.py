@@ -230,8 +230,9 @@ def test_a_replay_with_a_failed_request_says_so_with_its_exit_code(
     assert "1 failed (ConnectionRefusedError: 1)" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         replayed(tmp_path, "localhost:8000")
-    (tmp_path / "none.csv").write_text("tokens,count\n3,4\n")
-    assert replayed(tmp_path, nobody, "--trace", str(tmp_path / "none.csv")) == 2
+    for content in ("tokens,count\n3,4\n", "t_s,height,width\n0,3,4\n1,3,4\n"):
+        (tmp_path / "other.csv").write_text(content)
+        assert replayed(tmp_path, nobody, "--trace", str(tmp_path / "other.csv")) == 2
 
 
 # --- the verdict

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from prometheus_process import needs_prometheus
 
+from shapeserve.metrics import CATALOGUE
+
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "walkthrough.md").read_text()
 BLOCKS = re.findall(r"```bash\n(.*?)```", TEXT, flags=re.DOTALL)
@@ -25,6 +27,16 @@ def test_the_walkthrough_names_files_that_are_there() -> None:
     named = set(re.findall(r"(?<![\w/.])((?:deploy|benchmarks)/[\w./-]+\w)", "".join(BLOCKS)))
     assert "deploy/examples/walkthrough.yaml" in named
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_walkthrough_asks_prometheus_for_what_there_is() -> None:
+    rules = (ROOT / "deploy" / "prometheus" / "rules.yml").read_text()
+    queries = " ".join(re.findall(r"^ask '(.*)'$", "".join(BLOCKS), flags=re.MULTILINE))
+    named = re.findall(r"model_axis:[\w:]+|\bshapeserve_\w+", queries)
+    assert len(named) >= 4
+    known = {d.name for d in CATALOGUE}
+    assert [n for n in named if n not in known and f"record: {n}\n" not in rules] == []
+    assert "alert: ShapeserveRecompiled\n" in rules
 
 
 def test_the_walkthrough_serves_the_cpu_file_with_other_buckets_and_a_switch() -> None:

@@ -141,7 +141,7 @@ class DeviceThread:
         return 0.0 if since is None else time.monotonic() - since
 
     def call(self, job: Callable[[], T], *, bounded: bool = True) -> Future[T]:
-        """Run ``job`` on the device thread, at the latest after one more batch.
+        """Run ``job`` on the device thread; while batches wait, when it is the jobs' turn again.
 
         Args:
             job: what to run.
@@ -259,7 +259,8 @@ class DeviceThread:
         job()
         with self.lock:
             self._after_job = True
-            self._owed_s = _BATCH_SECONDS_PER_JOB_SECOND * (time.monotonic() - started_s)
+            waited_s = time.monotonic() - started_s if self._ready()[0] else 0.0
+            self._owed_s = _BATCH_SECONDS_PER_JOB_SECOND * waited_s
 
     def _run(self, source: Source, work: Work, charge_s: float) -> Finish | None:
         started_s = time.monotonic()

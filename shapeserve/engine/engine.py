@@ -603,7 +603,7 @@ class Engine:
                     )
                 )
                 while self.on_device(partial(next, steps, None)) is not None:
-                    pass  # one step between two batches
+                    pass  # one step at a time, between batches
             except ConfigError:
                 swaps(result=SwapResult.REJECTED).inc()
                 raise

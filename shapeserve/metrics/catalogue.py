@@ -279,17 +279,19 @@ def length_edges(max_size: int) -> tuple[float, ...]:
     """
     if max_size < 1:
         raise ValueError(f"max_size={max_size} must be at least 1")
-    edges, size = [], 0
-    while (size := size + max(2 ** (size.bit_length() - 1) // _PER_OCTAVE, 1)) <= min(
-        max_size, _FINE_END
-    ):
-        edges.append(float(size))
+    fine = range(1, min(max_size, _FINE_END) + 1)
+    edges = [float(size) for size in fine if size % _step_below(size) == 0]
     edge = float(_FINE_END)
     while (edge := float(ceil(edge * _RATIO))) < max_size and len(edges) < _MAX_EDGES - 1:
         edges.append(edge)
     if not edges or edges[-1] < max_size:
         edges.append(float(max_size))
     return tuple(edges)
+
+
+def _step_below(size: int) -> int:
+    """Return how far apart the edges are in the octave that ends at ``size`` or above."""
+    return max((1 << (size - 1).bit_length()) // (2 * _PER_OCTAVE), 1)
 
 
 def _counter(name: str, help_: str, **sources: LabelSource) -> MetricDef:
