@@ -34,9 +34,19 @@ def obey(service: Service, command: dict[str, Any]) -> Any:
         return service._deploy()
     if "applications" in command:
         return deploy_beside(service, command["applications"])
+    if "settle" in command:
+        return settle()
     import ray
 
     return ray.nodes()[0]["MetricsExportPort"]
+
+
+def settle() -> None:
+    """Wait until Serve has told every replica what was deployed."""
+    from ray import serve
+
+    while {a.status for a in serve.status().applications.values()} != {"RUNNING"}:
+        time.sleep(0.1)
 
 
 def deploy_beside(service: Service, applications: list[dict[str, Any]]) -> None:

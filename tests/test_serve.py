@@ -462,12 +462,19 @@ def grids(service: ServiceProcess, model: str) -> set[str]:
     return {dict(key)["version"] for key in series if dict(key)["model"] == model}
 
 
+def both(service: ServiceProcess) -> set[str]:
+    """Its two replicas. Serve takes each out of the routes for the moment in which it is told."""
+    service.do(settle=True)
+    eventually(lambda: len(service.replicas()) == 2)
+    return service.replicas()
+
+
 def test_a_new_policy_is_swapped_in_without_restarting_a_replica(service: ServiceProcess) -> None:
-    replicas, (old,) = service.replicas(), grids(service, "tiny")
+    replicas, (old,) = both(service), grids(service, "tiny")
     assert service.do(policy=["tiny", POLICY])["event"] == "done"
     eventually(lambda: grids(service, "tiny").isdisjoint({old}))
     assert len(grids(service, "tiny")) == 1
-    assert service.replicas() == replicas
+    assert both(service) == replicas
     answer = service.embed(text_of(12), model="tiny")
     assert answer.headers["x-shapeserve-buckets"] == "batch=1,seq=16 x1"
 
@@ -475,7 +482,7 @@ def test_a_new_policy_is_swapped_in_without_restarting_a_replica(service: Servic
 def test_requests_are_led_to_every_replica_while_a_new_policy_warms_up(
     service: ServiceProcess,
 ) -> None:
-    replicas, (old,) = service.replicas(), grids(service, "fake")
+    replicas, (old,) = both(service), grids(service, "fake")
     applied = {"model": "fake", "result": "applied"}
     service.do(policy=["fake", {"seq": {"explicit": [2, 8]}}])  # takes it seconds
     routed = set()
@@ -488,33 +495,33 @@ def test_requests_are_led_to_every_replica_while_a_new_policy_warms_up(
     # Serve takes each out for the moment in which it is told; that was at the beginning.
     assert routed == replicas
     eventually(lambda: grids(service, "fake").isdisjoint({old}))
-    assert service.replicas() == replicas
+    assert both(service) == replicas
 
 
 def test_a_policy_that_does_not_fit_is_counted_and_the_old_one_serves(
     service: ServiceProcess,
 ) -> None:
-    replicas, before = service.replicas(), grids(service, "fake")
+    replicas, before = both(service), grids(service, "fake")
     assert service.do(policy=["fake", {"seq": {"explicit": [1024]}}])["event"] == "done"
     eventually(lambda: service.total("policy_swaps_total", model="fake", result="rejected") == 2)
-    assert (service.replicas(), grids(service, "fake")) == (replicas, before)
+    assert (both(service), grids(service, "fake")) == (replicas, before)
     assert service.embed("fine").status_code == 200
 
 
 def test_no_user_config_at_all_brings_a_replica_down(service: ServiceProcess) -> None:
-    replicas, before = service.replicas(), grids(service, "narrow")
+    replicas, before = both(service), grids(service, "narrow")
     rejected = {"model": "narrow", "result": "rejected"}
     bad = {"narrow": {"seq": {"explicit": "all"}}, "gpt": {}, "tiny": 5}
     for policies in (["narrow"], bad):
         assert service.do(raw_policies=policies)["event"] == "done"
     eventually(lambda: service.total("policy_swaps_total", **rejected) == 2)
     service.do(raw_policies={"tiny": POLICY})
-    assert (service.replicas(), grids(service, "narrow")) == (replicas, before)
+    assert (both(service), grids(service, "narrow")) == (replicas, before)
     assert service.ready()[0] == 200
 
 
 def test_the_administrators_policy_reaches_every_replica_in_place(service: ServiceProcess) -> None:
-    replicas, path = service.replicas(), "/v2/models/narrow/policy"
+    replicas, path = both(service), "/v2/models/narrow/policy"
     token = {"authorization": f"Bearer {ADMIN_TOKEN}"}
     put = service.http.put(path, json=POLICY, headers=token).json()
     assert {(s["replica"], s["result"]) for s in put["replicas"]} == {
@@ -527,7 +534,7 @@ def test_the_administrators_policy_reaches_every_replica_in_place(service: Servi
     assert (bad.status_code, bad.json()["param"]) == (400, "policy")
     assert "9999 is above" in bad.json()["error"]
     assert grids(service, "narrow") == {put["grid"]}
-    assert service.replicas() == replicas
+    assert both(service) == replicas
 
 
 def test_a_policy_that_is_none_is_refused_before_it_is_deployed(service: ServiceProcess) -> None:
